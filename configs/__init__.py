@@ -1,0 +1,1 @@
+"""The plans on the wall: the typed configuration and its presets."""

@@ -1,0 +1,90 @@
+"""One request on its way through the engine: the only mutable request object.
+
+Changed only by the scheduler and by a work's finish(). No tensors, no text.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from engine_actor.core.params import SamplingParams
+
+
+class SeqState(enum.Enum):
+    """Where a sequence stands. WAITING has no blocks; DONE is final."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DONE = "done"
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended. Every accepted request ends with exactly one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    OOM = "oom"
+    ERROR = "error"
+
+
+_LEGAL = {
+    SeqState.WAITING: {SeqState.PREFILL, SeqState.DONE},
+    SeqState.PREFILL: {SeqState.DECODE, SeqState.WAITING, SeqState.DONE},
+    SeqState.DECODE: {SeqState.WAITING, SeqState.DONE},
+    SeqState.DONE: set(),
+}
+
+Key = tuple[str, int]
+"""(client, rid): a rid is unique only within its client and epoch."""
+
+
+class IllegalTransition(RuntimeError):
+    """A bug of ours: a sequence was moved along an edge that does not exist."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """State of one accepted request.
+
+    tokens: prompt ids, then every accepted output id. `n_prompt` never changes, so after a
+    preemption the recomputed prefix is simply `tokens`.
+    n_computed: positions whose KV is written and joined. n_scheduled: positions given to a plan;
+    `n_scheduled >= n_computed`, and they differ only while works are in flight (pipeline depth 1).
+    blocks: KV block ids in order; position p lives in blocks[p // block_tokens].
+    deadline: absolute engine-clock seconds or None.
+    """
+
+    key: Key
+    tokens: list[int]
+    sampling: SamplingParams
+    n_prompt: int
+    arrived: float
+    priority: int = 0
+    deadline: float | None = None
+    salt: str = ""
+    trace_id: str = ""
+    state: SeqState = SeqState.WAITING
+    finish: FinishReason | None = None
+    n_computed: int = 0
+    n_scheduled: int = 0
+    n_cached: int = 0
+    n_preempted: int = 0
+    in_flight: int = 0
+    """Launched works that may still touch this sequence's blocks; they are freed only at 0."""
+    blocks: list[int] = field(default_factory=list)
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def n_output(self) -> int:
+        """Accepted output tokens so far."""
+        return len(self.tokens) - self.n_prompt
+
+    def move(self, state: SeqState) -> None:
+        """Go to `state`. Raises IllegalTransition on an edge that does not exist."""
+        if state not in _LEGAL[self.state]:
+            raise IllegalTransition(f"{self.key}: {self.state.value} -> {state.value}")
+        self.state = state

@@ -1,0 +1,1 @@
+"""The model on torch: layers, families, KV tensors, runner, sampler. Knows nothing of requests."""

@@ -1,0 +1,42 @@
+"""What a work needs of a model. `model.runner.ModelRunner` is the real one; tests script their own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from engine_actor.work.inputs import BatchInputs
+
+
+class Runner(Protocol):
+    """A causal model over paged KV. Every method runs on the caller's current stream and device.
+
+    Raises torch.OutOfMemoryError (or MemoryError on the CPU) where memory is out; a call is
+    idempotent on KV: run again with the same inputs it writes the same bytes.
+    """
+
+    n_layers: int
+    vocab_size: int
+    """Ids at and above this are padding of the embedding and never leave the head."""
+    device: torch.device
+
+    def embed(self, inputs: BatchInputs) -> torch.Tensor:
+        """Hidden states [T, hidden] before layer 0."""
+        ...
+
+    def run_layers(self, hidden: torch.Tensor, inputs: BatchInputs, first: int, last: int) -> torch.Tensor:
+        """Apply layers first..last-1, writing their KV. Returns the new [T, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [R, vocab_size] of the given rows of hidden."""
+        ...
+
+    def resize_kv(self, n_blocks: int) -> None:
+        """Grow or shrink the KV tensors to n_blocks, keeping the content of the blocks that stay."""
+        ...
+
+    def kv_checksum(self, blocks: tuple[int, ...]) -> int:
+        """A checksum of the named blocks' bytes, for the tests of idempotent retry."""
+        ...

@@ -1,0 +1,1 @@
+"""Work objects: what one step launches, with prepare, launch and finish."""
