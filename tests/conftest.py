@@ -1,0 +1,87 @@
+"""Rules for every test: only `gpu` may skip, every run draws the same numbers, the door is open."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Derandomised: a red run is red again. No deadline: the machine may be busy.
+settings.register_profile("house", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.load_profile("house")
+
+
+def _open_kernels_door() -> None:
+    """Let `kernels.*` mean ours as well where Hugging Face's `kernels` is installed too."""
+    if importlib.util.find_spec("engine_actor._mount") is None:
+        return
+    from engine_actor import _mount
+
+    _mount.mount()
+
+
+if importlib.util.find_spec("kernels") is not None:
+    _open_kernels_door()
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip `gpu` tests where no CUDA device is. torch is imported only if there is such a test."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A skip that is not a `gpu` test's is a failure: it would hide a part that nobody runs."""
+    report = yield
+    is_skip = report.skipped and not hasattr(report, "wasxfail")
+    if is_skip and item.get_closest_marker("gpu") is None:
+        report.outcome = "failed"
+        report.longrepr = f"skipped without the marker gpu: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole module that skips itself."""
+    report = yield
+    if report.outcome == "skipped":
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid} skips itself at import: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    """Seed whatever generator is loaded; a test that imports no torch does not pay for torch."""
+    random.seed(0)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None:
+        numpy.random.seed(0)
+    if torch is not None:
+        torch.manual_seed(0)
+
+
+@pytest.fixture
+def project_root() -> Path:
+    """The checkout."""
+    return ROOT
