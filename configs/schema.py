@@ -20,15 +20,21 @@ class ModelSource(_Strict):
     path: str = Field("demo", description="demo, a checkpoint folder, or a Hugging Face Hub id")
     revision: str | None = Field(None, description="Hub revision; ignored for a folder")
     served_name: str | None = Field(None, description="name in /v1/models; default: made from path")
-    max_model_len: int | None = Field(None, ge=1, description="context limit; default: the checkpoint's")
+    max_model_len: int | None = Field(
+        None, ge=1, description="context limit; default: the checkpoint's"
+    )
 
 
 class KVConfig(_Strict):
     """Paged KV cache."""
 
     block_tokens: int = Field(16, ge=1, le=256, description="tokens per block")
-    dtype: Literal["auto", "fp32", "fp16", "bf16"] = Field("auto", description="auto: the compute dtype")
-    budget_mb: int | Literal["auto"] = Field("auto", description="most memory the KV pool may take, MiB")
+    dtype: Literal["auto", "fp32", "fp16", "bf16"] = Field(
+        "auto", description="auto: the compute dtype"
+    )
+    budget_mb: int | Literal["auto"] = Field(
+        "auto", description="most memory the KV pool may take, MiB"
+    )
     prefix_cache: bool = Field(True, description="share full blocks of equal prefixes")
 
 
@@ -37,31 +43,44 @@ class FaultRule(_Strict):
 
     stage: Literal["prepare", "launch", "finish"]
     request: str | None = Field(None, description="trace id of the request that is hit")
-    min_rows: int | None = Field(None, ge=1, description="hit any work with at least this many rows")
+    min_rows: int | None = Field(
+        None, ge=1, description="hit any work with at least this many rows"
+    )
     times: int | Literal["always"] = 1
 
 
 class EngineConfig(_Strict):
     """One engine actor."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where a GPU is usable")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where a GPU is usable"
+    )
     num_engines: int = Field(1, ge=1, description="engine actors, one GPU each")
     numerics: Literal["fast", "exact"] = Field(
         "fast", description="exact: fp32, batch-invariant; the same tokens in any batch"
     )
-    cpu_threads: int | None = Field(None, ge=1, description="torch threads; default: physical cores")
+    cpu_threads: int | None = Field(
+        None, ge=1, description="torch threads; default: physical cores"
+    )
     dense_prefill_copy: Literal["auto", "on", "off"] = Field(
-        "auto", description="CPU: keep a dense copy of the weights for prompts (2 to 4 bytes per parameter)"
+        "auto",
+        description="CPU: keep dense weights for prompts (2 to 4 bytes per parameter)",
     )
     max_num_seqs: int = Field(128, ge=1, description="most sequences running at once")
     max_queue: int = Field(256, ge=1, description="most sequences waiting; beyond it 429")
-    max_partial_prefills: int = Field(4, ge=1, description="prompts in prefill at once (1: the seed's)")
+    max_partial_prefills: int = Field(
+        4, ge=1, description="prompts in prefill at once (1: the seed's)"
+    )
     prefill_chunk_tokens: int = Field(256, ge=1, description="most prompt tokens a step")
     prefill_chunk_tokens_while_decoding: int | None = Field(
         None, ge=1, description="smaller budget while a stream decodes; default: the same"
     )
-    pipeline_depth: Literal[0] = Field(0, description="steps planned ahead; 1 comes with the GPU engine")
-    priority_ageing_s: float = Field(5.0, gt=0, description="waiting this long raises a request by one")
+    pipeline_depth: Literal[0] = Field(
+        0, description="steps planned ahead; 1 comes with the GPU engine"
+    )
+    priority_ageing_s: float = Field(
+        5.0, gt=0, description="waiting this long raises a request by one"
+    )
     reserve_memory_mb: int = Field(384, ge=0, description="device memory left alone, MiB")
     enable_prefill_decode_overlap: bool = Field(
         True, description="decode and prefill of a step on two streams where the device has them"
@@ -80,10 +99,14 @@ class HttpConfig(_Strict):
     max_logprobs: int = Field(5, ge=0, le=20)
     max_body_mb: int = Field(16, ge=1)
     stream_buffer_tokens: int = Field(
-        4096, ge=1, description="tokens held for a client that does not read; beyond it the request is cancelled"
+        4096,
+        ge=1,
+        description="tokens held for a client that does not read; beyond it, cancelled",
     )
     slow_client_s: float = Field(30.0, gt=0, description="longest wait for one write to a client")
-    unsupported: Literal["refuse", "warn"] = Field("refuse", description="known but unsupported parameters")
+    unsupported: Literal["refuse", "warn"] = Field(
+        "refuse", description="known but unsupported parameters"
+    )
 
 
 class AppArgs(_Strict):

@@ -9,7 +9,7 @@ from tests.house_rules.sources import ROOT
 
 HUGGING_FACE_MODULES = frozenset(
     "archs backends benchmark benchmarks cli compat deps hf_hub importer install layer load "
-    "locking resolver status validate variants verify".split()  # noqa: SIM905
+    "locking resolver status validate variants verify".split()
 )
 """Modules of the `kernels` distribution 0.17.2."""
 
