@@ -7,8 +7,8 @@ import json
 import re
 
 import pytest
-from results import validate
 
+from results import validate
 from tests.house_rules.sources import ROOT, tree_of
 
 SEED_MAP = ROOT / "docs" / "seed_map.md"
