@@ -34,8 +34,14 @@ class IncrementalDetokenizer:
         self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = ()
     ) -> None:
         self._decode = decode
-        self._context = self._short_context(list(prompt_ids[-_CONTEXT_TRIM_AT:]))
-        self._context_text = decode(self._context) if self._context else ""
+        self._context: list[int] = []
+        self._context_text = ""
+        for reach in (_CONTEXT_TRIM_AT, _CONTEXT_LIMIT) if prompt_ids else ():
+            self._context = self._short_context(list(prompt_ids[-reach:]))
+            self._context_text = decode(self._context)
+            if self._context_text:
+                break
+        self._trim_at = _CONTEXT_TRIM_AT
         self._pending: list[int] = []
         self._given = 0
         """How many characters of the pending ids' text have been given out already."""
@@ -82,23 +88,27 @@ class IncrementalDetokenizer:
 
     def _settle(self, text: str) -> None:
         """All pending text is given out: the pending ids become context."""
-        self._context += self._pending
-        self._context_text = text
+        # Ids without text (special tokens that decode() drops) would crowd out those with text.
+        if text != self._context_text or not text:
+            self._context += self._pending
+            self._context_text = text
         self._pending = []
         self._given = 0
-        if len(self._context) > _CONTEXT_TRIM_AT:
+        if len(self._context) > self._trim_at:
             self._context = self._short_context(self._context)
             self._context_text = self._decode(self._context)
+            self._trim_at = max(_CONTEXT_TRIM_AT, 2 * len(self._context))
 
     def _drop_hopeless(self, new: str) -> None:
         """Keep only the last pending ids, so that invalid bytes without end cost no memory."""
-        if len(self._pending) <= _MAX_HELD:
-            return
-        tail = self._pending[-_MAX_HELD:]
-        tail_text = self._new_text(self._decode(self._context + tail))
-        if new.endswith(tail_text):
-            self._pending = tail
-            self._given = max(0, self._given - (len(new) - len(tail_text)))
+        not_given = len(new) - self._given
+        for size in range(_MAX_HELD, len(self._pending)):
+            tail = self._pending[-size:]
+            tail_text = self._new_text(self._decode(self._context + tail))
+            if new.endswith(tail_text) and len(tail_text) >= not_given:
+                self._pending = tail
+                self._given = len(tail_text) - not_given
+                return
 
     def _new_text(self, text: str) -> str:
         """`text`, the decoded context and pending ids, without the context's own part."""
