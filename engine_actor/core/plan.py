@@ -23,6 +23,7 @@ class PrefillChunk:
     """Compute positions start..end-1 of one sequence. `samples` is True where end reaches the last
     known token, so the last row's logits give the next token. `tokens` are the ids of those
     positions. `blocks` covers positions 0..end-1. `prompt_logprobs`: all rows' logits are wanted.
+    `slot`: where a sampled token goes in the device buffer that the next DecodeSlot may read.
     """
 
     key: Key
@@ -32,6 +33,7 @@ class PrefillChunk:
     blocks: tuple[int, ...]
     samples: bool
     prompt_logprobs: int | None = None
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,9 @@ class IllegalTransition(RuntimeError):
     """A bug of ours: a sequence was moved along an edge that does not exist."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """State of one accepted request.
+    """State of one accepted request. Equal only to itself: two requests may hold the same values.
 
     tokens: prompt ids, then every accepted output id. `n_prompt` never changes, so after a
     preemption the recomputed prefix is simply `tokens`.
@@ -55,6 +55,15 @@ class Sequence:
     `n_scheduled >= n_computed`, and they differ only while works are in flight (pipeline depth 1).
     blocks: KV block ids in order; position p lives in blocks[p // block_tokens].
     deadline: absolute engine-clock seconds or None.
+
+    The rest is the scheduler's and the KV manager's own:
+    rank: the fixed order of service (queue.py). turn: place in the round of prefills.
+    slot: row of the device's last-token buffer, -1 without one.
+    block_hashes: chained digest of every full block of `tokens` hashed so far; tokens are only ever
+    appended, so it stays valid over preemptions. n_registered: leading blocks that were offered to
+    the prefix cache. frozen_blocks: tuple(blocks), kept until blocks change.
+    n_prompt_scored: prompt rows whose logprobs are committed, so that a preempted request does not
+    report them twice.
     """
 
     key: Key
@@ -77,11 +86,25 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     first_token_at: float | None = None
     last_token_at: float | None = None
+    admitted_at: float | None = None
+    finish_code: str | None = None
+    rank: tuple[float, int] = (0.0, 0)
+    turn: int = 0
+    slot: int = -1
+    block_hashes: list[bytes] = field(default_factory=list, repr=False)
+    n_registered: int = 0
+    frozen_blocks: tuple[int, ...] | None = field(default=None, repr=False)
+    n_prompt_scored: int = 0
 
     @property
     def n_output(self) -> int:
         """Accepted output tokens so far."""
         return len(self.tokens) - self.n_prompt
+
+    @property
+    def stalled(self) -> bool:
+        """True while a launched work builds on a step that has to be run again."""
+        return self.in_flight > 0 and self.n_scheduled == self.n_computed
 
     def move(self, state: SeqState) -> None:
         """Go to `state`. Raises IllegalTransition on an edge that does not exist."""

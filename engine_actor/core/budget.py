@@ -1,0 +1,46 @@
+"""How much: bytes to blocks, prompt tokens per step, and who gets how many. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def blocks_for_bytes(budget_bytes: int, block_bytes: int) -> int:
+    """KV blocks that fit into a budget. Raises ValueError where not even one does."""
+    if block_bytes < 1:
+        raise ValueError(f"block_bytes must be at least 1, got {block_bytes}")
+    n_blocks = budget_bytes // block_bytes
+    if n_blocks < 1:
+        raise ValueError(f"{budget_bytes} bytes hold no KV block of {block_bytes} bytes")
+    return n_blocks
+
+
+def prefill_budget(chunk_tokens: int, while_decoding: int | None, n_decoding: int) -> int:
+    """Prompt tokens of one step. A smaller chunk while streams decode keeps their tokens coming at
+    an even pace; without any, the large chunk gives the first token sooner.
+    """
+    if n_decoding == 0 or while_decoding is None:
+        return chunk_tokens
+    return min(chunk_tokens, while_decoding)
+
+
+def limited_blocks(base: int, fraction: float) -> int:
+    """Blocks of a pool of `base` that a limit leaves; never none."""
+    return max(1, int(base * fraction))
+
+
+def share_tokens(wants: Sequence[int], budget: int) -> list[int]:
+    """Split a token budget evenly; what one does not want goes to the others. Where there are fewer
+    tokens than takers the first come first, so the caller rotates them. The sum never passes the
+    budget and is the whole budget wherever that much is wanted.
+    """
+    shares = [0] * len(wants)
+    open_ones = [index for index, want in enumerate(wants) if want > 0]
+    while budget > 0 and open_ones:
+        share = max(1, budget // len(open_ones))
+        for index in open_ones:
+            given = min(share, wants[index] - shares[index], budget)
+            shares[index] += given
+            budget -= given
+        open_ones = [index for index in open_ones if shares[index] < wants[index]]
+    return shares

@@ -1,0 +1,157 @@
+"""The prefix cache: a hash chain of full blocks, checked token by token, evicted oldest first.
+
+Knows block ids only as values; reference counts are the KV manager's. A digest only finds a
+candidate: an entry is used only where its tokens and its parent entry are the very ones asked for,
+so a collision costs a miss and never gives a wrong block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Digest = Callable[[bytes, Sequence[int]], bytes]
+
+
+def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Digest of a block and all before it: 16 bytes over the parent's digest and the token ids."""
+    return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
+
+
+def root_digest(salt: str) -> bytes:
+    """What the first block chains to: requests of different salts never share."""
+    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """One full block in the cache. `parent` is compared by identity: by induction that checks every
+    token before this block, whatever the digests do.
+    """
+
+    digest: bytes
+    tokens: tuple[int, ...]
+    parent: CachedBlock | None
+    salt: str
+    block: int
+
+    def holds(self, tokens: tuple[int, ...], parent: CachedBlock | None, salt: str) -> bool:
+        """True where this entry is exactly that block after exactly that prefix."""
+        return self.parent is parent and self.tokens == tokens and self.salt == salt
+
+
+class PrefixCache:
+    """Digest -> CachedBlock, and the idle entries (nobody holds their block) oldest first.
+
+    Invariants, kept by the KV manager's order of calls: the parent of an entry is an entry; who
+    holds an entry's block holds its parent's too; a parent goes idle after its children, so the
+    oldest idle entry never has a child in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, CachedBlock] = {}
+        self._by_block: dict[int, CachedBlock] = {}
+        self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
+        self._changes: dict[bytes, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def n_idle(self) -> int:
+        """Entries that may be evicted now."""
+        return len(self._idle)
+
+    def find(self, digest: bytes) -> CachedBlock | None:
+        """The candidate of a digest; the caller checks it with holds()."""
+        return self._entries.get(digest)
+
+    def depth(self, digests: Sequence[bytes]) -> int:
+        """How many leading digests are cached, by bisection: an entry's parent is always there too.
+        A cheap estimate without the token check; only match() may attach blocks.
+        """
+        low, high = 0, len(digests)
+        while low < high:
+            middle = (low + high) // 2
+            if digests[middle] in self._entries:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def of_block(self, block: int) -> CachedBlock | None:
+        """The entry that lives in `block`, if any."""
+        return self._by_block.get(block)
+
+    def add(self, entry: CachedBlock) -> None:
+        """Enter a held block under a digest that is not taken."""
+        self._entries[entry.digest] = entry
+        self._by_block[entry.block] = entry
+        self._note(entry.digest, cached=True)
+
+    def move(self, entry: CachedBlock, block: int) -> int:
+        """Let an idle entry live in another, held block of equal content. Returns its old block."""
+        old = entry.block
+        del self._by_block[old], self._idle[old]
+        entry.block = block
+        self._by_block[block] = entry
+        return old
+
+    def mark_idle(self, entry: CachedBlock) -> None:
+        """Nobody holds its block any more: the newest of the idle."""
+        self._idle[entry.block] = entry
+
+    def mark_held(self, entry: CachedBlock) -> None:
+        """Somebody holds its block again."""
+        self._idle.pop(entry.block, None)
+
+    def is_idle(self, entry: CachedBlock) -> bool:
+        """True where nobody holds its block."""
+        return entry.block in self._idle
+
+    def evict_oldest(self) -> int:
+        """Forget the entry that was idle longest. Returns its block. Raises KeyError if none is."""
+        block, entry = self._idle.popitem(last=False)
+        self._forget(entry)
+        return block
+
+    def drop_from(self, first: int) -> list[int]:
+        """Forget every entry in blocks `first` and above, and all that build on one of them.
+        Returns the idle blocks that this sets free.
+        """
+        doomed: set[CachedBlock] = set()
+        freed: list[int] = []
+        # Entries stand in the order they were added, parents before children.
+        for entry in list(self._entries.values()):
+            if entry.block >= first or entry.parent in doomed:
+                doomed.add(entry)
+                if self._idle.pop(entry.block, None) is not None:
+                    freed.append(entry.block)
+                self._forget(entry)
+        return freed
+
+    def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Net (added, evicted) digests since the last call."""
+        changes, self._changes = self._changes, {}
+        added = tuple(digest for digest, cached in changes.items() if cached)
+        return added, tuple(digest for digest, cached in changes.items() if not cached)
+
+    def entries(self) -> list[CachedBlock]:
+        """All entries, parents before children."""
+        return list(self._entries.values())
+
+    def idle_entries(self) -> list[CachedBlock]:
+        """The idle entries, next to be evicted first."""
+        return list(self._idle.values())
+
+    def _forget(self, entry: CachedBlock) -> None:
+        del self._entries[entry.digest], self._by_block[entry.block]
+        self._note(entry.digest, cached=False)
+
+    def _note(self, digest: bytes, cached: bool) -> None:
+        # An eviction after an addition (or the reverse) in one interval is no change at all.
+        if self._changes.pop(digest, cached) is cached:
+            self._changes[digest] = cached

@@ -1,0 +1,210 @@
+"""A model without tensors: its next token is a hash of every token it finds in the KV cells.
+
+So a block shared wrongly, reused too early or computed out of order shows at once: each position
+read is compared with the token that belongs there, and what is sampled depends on all of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine_actor.core.params import SamplingParams
+from engine_actor.core.plan import (
+    Failure,
+    PrefillChunk,
+    SampledToken,
+    StepOutcome,
+    StepPlan,
+)
+from engine_actor.core.sequence import FinishReason, Key
+
+POISON = -1
+VOCABULARY = 11
+EOS = 0
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The token after `tokens`; it depends on every one of them and on their order."""
+    return zlib.crc32(array("q", tokens).tobytes()) % VOCABULARY
+
+
+def solo_run(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
+    """What a request must give alone and in any company: (output tokens, reason)."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < sampling.max_tokens:
+        tokens.append(next_token(tokens))
+        is_stop = tokens[-1] in sampling.stop_token_ids or (
+            tokens[-1] == EOS and not sampling.ignore_eos
+        )
+        if is_stop and len(tokens) - len(prompt) > sampling.min_tokens:
+            return tokens[len(prompt) :], FinishReason.STOP
+    return tokens[len(prompt) :], FinishReason.LENGTH
+
+
+@dataclass
+class Fault:
+    """What to do to one sequence's part of a step: "retry", "partial", "silent" or "fail"."""
+
+    kind: str
+    reason: FinishReason = FinishReason.OOM
+    code: str = "out_of_memory"
+
+
+@dataclass
+class _OpenStep:
+    outcome: StepOutcome
+    written: dict[int, Key] = field(default_factory=dict)
+    read: dict[int, set[Key]] = field(default_factory=dict)
+
+
+class PagedModel:
+    """Runs a plan the moment it is launched; its outcome is joined later. `fault(key, n_tokens)` is
+    asked for each part of a step.
+    """
+
+    def __init__(
+        self, block_tokens: int, fault: Callable[[Key, int], Fault | None] | None = None
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.fault = fault
+        self.computed_tokens = 0
+        self._cells: dict[int, list[int]] = {}
+        self._last_token: dict[int, int] = {}
+        self._truth: dict[Key, list[int]] = {}
+        self._open: list[_OpenStep] = []
+        self._void: set[Key] = set()
+
+    @property
+    def n_open(self) -> int:
+        """Steps launched and not joined."""
+        return len(self._open)
+
+    def expect(self, key: Key, prompt: Sequence[int]) -> None:
+        """Name the prompt of a request before its first step."""
+        self._truth[key] = list(prompt)
+
+    def truth(self, key: Key, n_tokens: int) -> list[int]:
+        """The first n_tokens tokens that this request may ever have."""
+        tokens = self._truth[key]
+        while len(tokens) < n_tokens:
+            tokens.append(next_token(tokens))
+        return tokens[:n_tokens]
+
+    def launch(self, plan: StepPlan) -> None:
+        """Run one step, decode before prefill."""
+        keys = [part.key for part in (*plan.decode, *plan.prefill)]
+        assert len(set(keys)) == len(keys), "one sequence twice in a step"
+        step = _OpenStep(StepOutcome(plan))
+        self._void = {
+            key for key in self._void if any(self._has(open_step, key) for open_step in self._open)
+        }
+        computed: list[tuple[Key, int]] = []
+        sampled: list[SampledToken] = []
+        failures: list[Failure] = []
+        retry: list[Key] = []
+        for slot in plan.decode:
+            token = self._last_token[slot.slot] if slot.token is None else slot.token
+            chunk = PrefillChunk(
+                slot.key, slot.position, slot.position + 1, (token,), slot.blocks, True
+            )
+            chunks = [(chunk, slot.slot)]
+            self._run(chunks, step, computed, sampled, failures, retry)
+        chunks = [(chunk, chunk.slot) for chunk in plan.prefill]
+        self._run(chunks, step, computed, sampled, failures, retry)
+        step.outcome = StepOutcome(
+            plan,
+            computed=tuple(computed),
+            sampled=tuple(sampled),
+            failures=tuple(failures),
+            retry=tuple(retry),
+        )
+        self._open.append(step)
+
+    def join(self) -> StepOutcome:
+        """The outcome of the oldest open step."""
+        return self._open.pop(0).outcome
+
+    def _run(
+        self,
+        chunks: list[tuple[PrefillChunk, int]],
+        step: _OpenStep,
+        computed: list[tuple[Key, int]],
+        sampled: list[SampledToken],
+        failures: list[Failure],
+        retry: list[Key],
+    ) -> None:
+        for chunk, slot in chunks:
+            key = chunk.key
+            void = key in self._void
+            fault = None if void or self.fault is None else self.fault(key, chunk.end - chunk.start)
+            self._guard(chunk, step)
+            end = chunk.end
+            if fault is not None and fault.kind == "partial":
+                end = (chunk.start + chunk.end) // 2
+            token = self._compute(chunk, end, void, broken=fault is not None)
+            if fault is not None:
+                self._void.add(key)
+                self._last_token[slot] = POISON
+                if fault.kind == "fail":
+                    failures.append(Failure(key, fault.reason, fault.code))
+                elif fault.kind == "retry":
+                    retry.append(key)
+                elif fault.kind == "partial":
+                    computed.append((key, end))
+                continue
+            computed.append((key, end))
+            if chunk.samples:
+                self._last_token[slot] = token
+                sampled.append(SampledToken(key, token))
+
+    def _compute(self, chunk: PrefillChunk, end: int, void: bool, broken: bool) -> int:
+        """Write the KV of a chunk up to `end`, poison beyond; returns the sampled token."""
+        assert 0 <= chunk.start < chunk.end, f"{chunk.key}: an empty chunk"
+        assert len(chunk.blocks) * self.block_tokens >= chunk.end, f"{chunk.key}: no block"
+        if void:
+            for position in range(chunk.start, chunk.end):
+                self._write(chunk.blocks, position, POISON)
+            return POISON
+        truth = self.truth(chunk.key, chunk.end)
+        assert list(chunk.tokens) == truth[chunk.start :], f"{chunk.key}: wrong tokens"
+        seen = [self._read(chunk.blocks, position) for position in range(chunk.start)]
+        assert seen == truth[: chunk.start], f"{chunk.key}: wrong KV below {chunk.start}"
+        for position in range(chunk.start, chunk.end):
+            self._write(chunk.blocks, position, POISON if position >= end else truth[position])
+        if broken and end == chunk.end:
+            # A work that failed may have written anything where it was to write.
+            self._write(chunk.blocks, chunk.start, POISON)
+            return POISON
+        self.computed_tokens += end - chunk.start
+        return next_token([*seen, *chunk.tokens])
+
+    def _guard(self, chunk: PrefillChunk, step: _OpenStep) -> None:
+        """No block that an open work of another sequence touches may be written (B-10)."""
+        first = chunk.start // self.block_tokens
+        for index, block in enumerate(chunk.blocks):
+            writes = index >= first
+            for open_step in (*self._open, step):
+                writer = open_step.written.get(block, chunk.key)
+                assert writer == chunk.key, f"block {block}: {writer} still writes it"
+                if writes:
+                    readers = open_step.read.get(block, set()) - {chunk.key}
+                    assert not readers, f"block {block}: {readers} still read it"
+            step.read.setdefault(block, set()).add(chunk.key)
+            if writes:
+                step.written[block] = chunk.key
+
+    def _has(self, step: _OpenStep, key: Key) -> bool:
+        plan = step.outcome.plan
+        return any(part.key == key for part in (*plan.decode, *plan.prefill))
+
+    def _read(self, blocks: Sequence[int], position: int) -> int:
+        cells = self._cells.get(blocks[position // self.block_tokens])
+        return POISON if cells is None else cells[position % self.block_tokens]
+
+    def _write(self, blocks: Sequence[int], position: int, token: int) -> None:
+        block = blocks[position // self.block_tokens]
+        cells = self._cells.setdefault(block, [POISON] * self.block_tokens)
+        cells[position % self.block_tokens] = token
