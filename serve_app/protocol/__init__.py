@@ -1,0 +1,1 @@
+"""OpenAI's request and response shapes: pure pydantic and pure functions, no fastapi, no ray."""

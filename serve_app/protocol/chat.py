@@ -1,0 +1,86 @@
+"""`/v1/chat/completions`: the request, the response, the chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve_app.protocol.fields import SharedRequest
+
+OBJECT = "chat.completion"
+CHUNK_OBJECT = "chat.completion.chunk"
+MAX_MESSAGES = 4096
+
+
+class TextPart(BaseModel):
+    """One text part of a message; images and sound are refused by the type."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn. Content as a string or as text parts, which are joined."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def text(self) -> str:
+        """The content as one string."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, str]:
+        """What a chat template reads. `developer` is OpenAI's newer word for `system`, which is
+        the one that templates know.
+        """
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.text()}
+
+
+class ChatRequest(SharedRequest):
+    """OpenAI's chat request, without tools."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+
+
+def response(
+    public_id: str,
+    created: int,
+    model: str,
+    choices: Sequence[dict[str, Any]],
+    usage: dict[str, Any],
+) -> dict[str, Any]:
+    """The whole answer."""
+    return {
+        "id": public_id,
+        "object": OBJECT,
+        "created": created,
+        "model": model,
+        "choices": list(choices),
+        "usage": usage,
+    }
+
+
+def choice(
+    index: int, text: str, finish_reason: str | None, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """One choice of a whole answer."""
+    message = {"role": "assistant", "content": text, "refusal": None}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+    }

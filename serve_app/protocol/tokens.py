@@ -1,0 +1,27 @@
+"""`/tokenize` and `/detokenize`: the requests, in the shape other servers made usual."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve_app.protocol.chat import MAX_MESSAGES, Message
+
+
+class TokenizeRequest(BaseModel):
+    """Either a text or messages."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Token ids."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    model: str | None = None
+    tokens: list[int]
