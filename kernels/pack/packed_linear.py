@@ -22,6 +22,8 @@ class PackedLinear:
     be negative. Dequantised in fp32:
       neither offsets nor zeros: w = s * q;  offsets f16[N, G]: w = s * q + o;
       zeros i8[N, G]: w = s * (q - z).
+    offsets may be f32 where an imported Q4_1 block's minimum + 8 scales is no f16 number (about one
+    block in a million): a backend rounds or keeps them by its own tolerance.
     perm i32[K]: column k of qweight multiplies x[perm[k]] (act-order checkpoints).
     """
 

@@ -1,0 +1,145 @@
+"""A checkpoint folder, opened: all that headers can prove is proved before a weight is read.
+
+Knows the two folder formats (plain and packed); knows nothing of devices, memory or requests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_actor.load.formats import dense, native
+from engine_actor.load.formats.base import Entry, Weight
+from engine_actor.load.refusal import read_json_object, refusal
+from engine_actor.load.shards import ShardSet
+from engine_actor.model.config import ModelConfig
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How the linears are stored: (bits, group, number of linears), most frequent first; bits 0
+    are dense ones. group -1 is the whole row.
+    """
+
+    format: str
+    kinds: tuple[tuple[int, int, int], ...]
+
+    def __str__(self) -> str:
+        """For a log line: `packed: 120 x W4 group 32, 1 x W8 group 32`."""
+        texts = [
+            f"{count} x W{bits} group {group}" if bits else f"{count} dense"
+            for bits, group, count in self.kinds
+        ]
+        return f"{self.format}: {', '.join(texts)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder that is known to be whole.
+
+    `nbytes` are the bytes of the weights in their stored form, from headers. `fingerprint` changes
+    with the config, any header and any file size, not with the place of the folder.
+    """
+
+    folder: Path
+    config: ModelConfig
+    quantisation: Quantisation
+    nbytes: int
+    fingerprint: str
+    shards: ShardSet
+    entries: tuple[Entry, ...]
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends a text, of generation_config.json and config.json."""
+        return frozenset(self.config.eos_token_ids)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens."""
+        return self.config.max_model_len
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """(canonical name, weight) on the CPU, one after the other.
+
+        A linear is a PackedLinear or DenseLinear, a norm a 1-D tensor. Unfused tensors are views
+        of the mapped file: read them, do not write into them.
+        """
+        with self.shards.reading() as read:
+            for entry in self.entries:
+                yield entry.name, entry.load(read)
+
+    def usable_vocab_size(self) -> int:
+        """Ids the tokenizer can name; the rows of the embedding above them are padding."""
+        path = self.folder / TOKENIZER
+        if not path.is_file():
+            return self.config.vocab_size
+        tokenizer = read_json_object(path)
+        model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
+        vocab = model.get("vocab") if isinstance(model, dict) else None
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab or ())))
+        ids += [token.get("id") for token in added if isinstance(token, dict)]
+        largest = max((i for i in ids if type(i) is int), default=-1)
+        if largest < 0:
+            raise refusal(path, "has no vocabulary")
+        return min(self.config.vocab_size, largest + 1)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read config and headers of a folder. Raises CheckpointError with one line that names the
+    key, file or tensor; no weight has been read by then.
+    """
+    if not folder.is_dir():
+        raise refusal(str(folder), "not a folder")
+    if not (folder / CONFIG).is_file():
+        raise refusal(folder, f"not a checkpoint: {CONFIG} is not in the folder")
+    raw = read_json_object(folder / CONFIG)
+    generation = read_json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    section = raw.pop(native.SECTION, None)
+    format_name = _format_of(section)
+    config = ModelConfig.from_hf(raw, generation)
+    shards = ShardSet.open(folder)
+    if format_name == "packed":
+        entries = native.plan(config, shards, section)
+    else:
+        entries = dense.plan(config, shards)
+    settings = json.dumps([raw, generation, section], sort_keys=True)
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        quantisation=_summary(format_name, entries),
+        nbytes=sum(entry.nbytes for entry in entries),
+        fingerprint=hashlib.sha256(f"{shards.digest} {settings}".encode()).hexdigest(),
+        shards=shards,
+        entries=tuple(entries),
+    )
+
+
+def _format_of(section: Any) -> str:
+    """`dense` without a quantization_config, `packed` with ours. Others are refused by name."""
+    if section is None:
+        return "dense"
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method != native.METHOD:
+        raise refusal(
+            f"{native.SECTION}.quant_method",
+            f"{method!r} cannot be read (supported: none, {native.METHOD!r})",
+        )
+    return "packed"
+
+
+def _summary(format_name: str, entries: list[Entry]) -> Quantisation:
+    linears = [entry for entry in entries if not entry.name.endswith("norm")]
+    counts = Counter((entry.bits, entry.group) for entry in linears)
+    return Quantisation(
+        format_name, tuple((bits, group, n) for (bits, group), n in counts.most_common())
+    )

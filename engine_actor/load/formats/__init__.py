@@ -1,0 +1,1 @@
+"""Checkpoint formats: each reads headers first, then hands over canonical weights one by one."""

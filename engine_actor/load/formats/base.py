@@ -1,0 +1,85 @@
+"""What every format hands over: entries that were checked on headers and can be read later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine_actor.load.refusal import refusal
+from engine_actor.ops import DenseLinear, PackedLinear
+
+FLOATS = ("F32", "F16", "BF16")
+
+Weight = torch.Tensor | DenseLinear | PackedLinear
+"""A norm is a 1-D tensor, everything else a linear (the embedding too: a linear's table)."""
+
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One canonical weight that is known to be whole: `load` reads its `sources` and builds it.
+
+    `bits` and `group` are 0 for a weight that is not packed; `nbytes` counts the sources.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    nbytes: int
+    load: Callable[[Read], Weight]
+    bits: int = 0
+    group: int = 0
+
+
+def fuse_dense(parts: list[DenseLinear]) -> DenseLinear:
+    """One linear whose rows are those of `parts` in order. Biases are all there or all absent."""
+    if len(parts) == 1:
+        return parts[0]
+    biases = [part.bias for part in parts if part.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    return DenseLinear(torch.cat([part.weight for part in parts]), bias)
+
+
+def can_fuse(parts: list[PackedLinear]) -> bool:
+    """Whether one PackedLinear can hold the rows of all parts: same bits, group, kind, no perm."""
+    kinds = {
+        (p.bits, p.group, p.in_features, p.offsets is None, p.zeros is None, p.bias is None)
+        for p in parts
+    }
+    return len(kinds) == 1 and all(part.perm is None for part in parts)
+
+
+def fuse_packed(parts: list[PackedLinear]) -> PackedLinear:
+    """One packed linear of all rows, bit exact. The caller has asked can_fuse."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def stack(field: str) -> torch.Tensor | None:
+        tensors = [getattr(part, field) for part in parts]
+        # cat promotes f16 to f32 where one part needs the wider offsets: exact.
+        return None if tensors[0] is None else torch.cat(tensors)
+
+    qweight, scales = stack("qweight"), stack("scales")
+    assert qweight is not None
+    assert scales is not None
+    first = parts[0]
+    return PackedLinear(
+        first.bits,
+        first.group,
+        first.in_features,
+        qweight,
+        scales,
+        offsets=stack("offsets"),
+        zeros=stack("zeros"),
+        bias=stack("bias"),
+    )
+
+
+def refuse_leftovers(names: set[str], known: set[str]) -> None:
+    """Raise CheckpointError for a tensor the model would not use: half a model is no model."""
+    leftovers = sorted(names - known)
+    if leftovers:
+        more = f" (and {len(leftovers) - 1} more)" if len(leftovers) > 1 else ""
+        raise refusal(leftovers[0], f"unexpected tensor{more}: this model family does not use it")

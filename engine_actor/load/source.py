@@ -1,0 +1,65 @@
+"""From what a user writes in `model.path` to a folder on disk: the demo, a folder, or a Hub id.
+
+Downloads weights only as safetensors; a pickle is never fetched and never opened. Knows nothing
+of what is in the folder (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine_actor.load.demo import prepare_demo
+from engine_actor.load.progress import Progress, silent
+from engine_actor.load.refusal import refusal
+
+DEMO = "demo"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+ALLOWED = ["*.safetensors", "*.json", "*.jinja"]
+"""What a checkpoint needs. No *.bin, *.pt, *.py: those could run code."""
+IGNORED = ["*/*", "consolidated*.safetensors"]
+"""Sub-folders and second copies of the weights in another layout."""
+
+
+def resolve(
+    path: str,
+    cache_dir: Path,
+    revision: str | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """The checkpoint folder that `path` means.
+
+    A folder that exists wins over a Hub id of the same spelling. Raises CheckpointError, one line.
+    """
+    if path == DEMO:
+        return prepare_demo(cache_dir, progress)
+    folder = Path(path).expanduser()
+    if path and folder.is_dir():
+        return folder
+    if path and folder.exists():
+        raise refusal(path, "is a file; give the folder of a checkpoint")
+    if HUB_ID.fullmatch(path) and ".." not in path and "--" not in path:
+        return _from_hub(path, revision)
+    raise refusal(path, f"no such folder, and neither {DEMO!r} nor a Hub id (org/name)")
+
+
+def _from_hub(repo_id: str, revision: str | None) -> Path:
+    """A snapshot in Hugging Face's own cache, so that what other programs fetched is found."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            repo_id, revision=revision, allow_patterns=ALLOWED, ignore_patterns=IGNORED
+        )
+    except LocalEntryNotFoundError:
+        raise refusal(
+            repo_id,
+            "no such folder here, the Hub cannot be reached and its cache does not have the model",
+        ) from None
+    except HFValidationError as error:
+        raise refusal(repo_id, f"not a Hub id ({error})") from None
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise refusal(repo_id, f"the Hub refuses it ({reason[0]})") from None
+    return Path(folder)

@@ -1,0 +1,76 @@
+"""Small GGUF files made by the `gguf` package: llama shape, SmolLM2's kind of tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from tokenizers import pre_tokenizers
+
+Q4_1, Q8_0 = gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["Ġ t", "h e", "Ġt he"]
+TOKENS = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe"]
+VOCAB = len(TOKENS)
+HIDDEN, INTER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Quantised rows of three very different sizes, as uint8 [rows, bytes]."""
+    rng = np.random.default_rng(seed)
+    weights = rng.standard_normal(shape, np.float32) * rng.choice([0.01, 1.0, 30.0], (shape[0], 1))
+    return gguf.quants.quantize(weights.astype(np.float32), kind)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * len(SPECIALS) + [1] * (VOCAB - len(SPECIALS)))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template("{{ messages[0].content }}")
+
+
+def write_gguf(path: Path, architecture: str = "llama", tied: bool = True) -> None:
+    """A small llama file by the gguf package: Q4_1 linears, Q8_0 embedding, F32 norms."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INTER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    _add_tokenizer(writer)
+    kv_rows = KV_HEADS * HIDDEN // HEADS
+    linears = {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (kv_rows, HIDDEN),
+        "attn_v": (kv_rows, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+        "ffn_gate": (INTER, HIDDEN),
+        "ffn_up": (INTER, HIDDEN),
+        "ffn_down": (HIDDEN, INTER),
+    }
+    writer.add_tensor("token_embd.weight", random_blocks(Q8_0, (VOCAB, HIDDEN), 1), raw_dtype=Q8_0)
+    norms = ["output_norm.weight"]
+    for layer in range(LAYERS):
+        for seed, (name, shape) in enumerate(linears.items()):
+            blocks = random_blocks(Q4_1, shape, 10 * layer + seed)
+            writer.add_tensor(f"blk.{layer}.{name}.weight", blocks, raw_dtype=Q4_1)
+        norms += [f"blk.{layer}.attn_norm.weight", f"blk.{layer}.ffn_norm.weight"]
+    for name in norms:
+        writer.add_tensor(name, np.linspace(0, 1, HIDDEN, dtype=np.float32))
+    if not tied:
+        writer.add_tensor("output.weight", np.ones((VOCAB, HIDDEN), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
