@@ -1,0 +1,57 @@
+"""Who may come in: checks of one Submit, and the tombstones of cancels that came first.
+
+Knows the model's facts; knows no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from engine_actor.core.params import InvalidParam
+from engine_actor.core.sequence import Key
+from engine_actor.facts import EngineFacts
+from engine_actor.messages import Submit
+
+INVALID = "invalid"
+MAX_TOMBSTONES = 100_000
+"""Far more than can be overtaken at once; the oldest are forgotten first."""
+
+
+def refusal(message: Submit, facts: EngineFacts) -> str | None:
+    """Why a Submit cannot be served: a code, or None where it can."""
+    if not message.prompt_ids:
+        return INVALID
+    if min(message.prompt_ids) < 0 or max(message.prompt_ids) >= facts.vocab_size:
+        return INVALID
+    try:
+        message.sampling.require_vocabulary(facts.vocab_size)
+    except InvalidParam:
+        return INVALID
+    return None
+
+
+class Tombstones:
+    """Keys that were cancelled before their submit was seen."""
+
+    def __init__(self, most: int = MAX_TOMBSTONES) -> None:
+        self._keys: OrderedDict[Key, None] = OrderedDict()
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, key: Key) -> None:
+        self._keys[key] = None
+        if len(self._keys) > self._most:
+            self._keys.popitem(last=False)
+
+    def take(self, key: Key) -> bool:
+        """True where the key was cancelled already; the tombstone is used up."""
+        if key not in self._keys:
+            return False
+        del self._keys[key]
+        return True
+
+    def drop_client(self, client: str) -> None:
+        for key in [key for key in self._keys if key[0] == client]:
+            del self._keys[key]

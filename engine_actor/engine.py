@@ -1,0 +1,304 @@
+"""The engine: messages in, one step at a time, events out. Plain, single-threaded Python.
+
+Knows the scheduler, the works and the runner; knows no thread, no process, no wire and no clock of
+its own. Called by the loop only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+from configs.schema import EngineConfig
+from engine_actor.core.clock import Clock, MonotonicClock
+from engine_actor.core.kv_manager import KVManager
+from engine_actor.core.metrics import Metrics
+from engine_actor.core.params import InvalidParam
+from engine_actor.core.plan import Failure, SampledToken
+from engine_actor.core.scheduler import Finished, Scheduler, SchedulerLimits
+from engine_actor.core.sequence import FinishReason, Key, Sequence
+from engine_actor.door import INVALID, Tombstones, refusal
+from engine_actor.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    OutOfMemory,
+    Overloaded,
+    Unavailable,
+)
+from engine_actor.events import NO_EXTRA, EventLog, StepEvents
+from engine_actor.facts import EngineFacts
+from engine_actor.faults import FaultPlan
+from engine_actor.messages import Cancel, Evict, Extra, Flag, Limit, Load, Submit
+from engine_actor.model.runner_protocol import Runner
+from engine_actor.model.sampler import Sampler
+from engine_actor.recorder import Recorder
+from engine_actor.work.base import WorkContext, no_fault
+from engine_actor.work.elastic import ElasticKV
+from engine_actor.work.isolate import Isolation, release_cached_memory
+from engine_actor.work.step import StepReport, StepRunner
+from engine_actor.work.streams import Pair, SerialPair, make_pair
+
+LOGGER = logging.getLogger(__name__)
+CANCELLED = "cancelled"
+
+
+class Engine:
+    """One model, one KV pool, one scheduler. `pair` is replaced in tests only."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        facts: EngineFacts,
+        runner: Runner,
+        sampler: Sampler,
+        clock: Clock | None = None,
+        metrics: Metrics | None = None,
+        pair: Pair | None = None,
+    ) -> None:
+        self.config = config
+        self.facts = facts
+        self.clock = clock or MonotonicClock()
+        self.metrics = metrics or Metrics()
+        self.draining = False
+        self.kv = KVManager(facts.kv_blocks, config.kv.block_tokens, config.kv.prefix_cache)
+        self.scheduler = Scheduler(scheduler_limits(config, facts), self.kv, self.clock)
+        self.elastic = ElasticKV(runner, facts.kv_first_blocks, facts.kv_blocks)
+        self.pair = pair or make_pair(runner.device, config.enable_prefill_decode_overlap)
+        self.faults = FaultPlan(config.faults)
+        self._live: dict[Key, Sequence] = {}
+        self._tombstones = Tombstones()
+        self._events = EventLog()
+        self._recorder = Recorder(self.metrics)
+        self._step_us = 0
+        self._pool_cut = False
+        context = WorkContext(
+            runner=runner,
+            sampler=sampler,
+            block_tokens=config.kv.block_tokens,
+            eos_token_ids=frozenset(facts.eos_token_ids),
+            request=self._live.get,
+            cover=self.elastic.cover,
+            hook=self.faults.hit if self.faults else no_fault,
+        )
+        isolation = Isolation(
+            self.pair, SerialPair(runner.device), partial(release_cached_memory, runner.device)
+        )
+        self._steps = StepRunner(context, isolation, self.scheduler.victim, lambda: self.kv.n_free)
+        self._gauges()
+
+    def submit(self, client: str, message: Submit) -> str | None:
+        """Take in one request. None where it is accepted, else the code of the refusal."""
+        self._recorder.received()
+        code = self._submit(client, message)
+        if code is not None:
+            self._recorder.rejected(code)
+        return code
+
+    def cancel(self, client: str, message: Cancel) -> None:
+        """End one request; unknown ones leave a tombstone, so that a late submit ends as well."""
+        key = (message.owner or client, message.rid)
+        code = DeadlineExceeded.code if message.reason == "deadline" else CANCELLED
+        seq = self.scheduler.cancel(key, code)
+        if seq is None:
+            self._tombstones.add(key)
+        else:
+            self._end(seq, FinishReason.CANCELLED, code)
+
+    def evict(self, client: str, message: Evict) -> None:
+        """Free one request's blocks: it ends `oom`, or starts again later."""
+        key = (message.owner or client, message.rid)
+        held = len(self._live[key].blocks) if key in self._live else 0
+        seq = self.scheduler.evict(key, message.requeue)
+        if seq is None:
+            return
+        self.metrics.add("evicted_total")
+        if message.requeue:
+            self._events.flag(*key, Flag.REQUEUED)
+        else:
+            self._end(seq, FinishReason.OOM, OutOfMemory.code, blocks=(held, self.kv.n_free))
+
+    def limit(self, message: Limit) -> str | None:
+        """Shrink or restore limits. A code where a value is refused; nothing has changed then."""
+        try:
+            self.scheduler.limit(
+                message.kv_fraction, message.max_num_seqs, message.prefill_chunk_tokens
+            )
+        except InvalidParam:
+            return INVALID
+        return None
+
+    def drop_client(self, client: str) -> int:
+        """Cancel everything of a client that is gone. Returns how many requests that were."""
+        keys = [key for key in self._live if key[0] == client]
+        for key in keys:
+            self.cancel(client, Cancel(key[1], "lease"))
+        self._events.drop_client(client)
+        self._tombstones.drop_client(client)
+        return len(keys)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a step would do something, or somebody has not heard what was done."""
+        return self.scheduler.has_work or bool(self._events)
+
+    def step(self) -> StepEvents:
+        """Plan, run, commit. Raises FatalDeviceError where the device is lost; whatever else it
+        raises is a bug of ours, and as fatal."""
+        started = time.perf_counter()
+        plan = self.scheduler.plan()
+        for refused in plan.refused:
+            blocks = (refused.blocks_needed, refused.blocks_free)
+            self._end(self._live[refused.key], refused.reason, refused.code, blocks=blocks)
+        if not plan.empty:
+            report = self._steps.run(plan)
+            self._commit(report)
+            seconds = time.perf_counter() - started
+            self._step_us = int(seconds * 1e6)
+            self._recorder.step(plan, report, seconds)
+        self._gauges()
+        return self.take_events()
+
+    def take_events(self) -> StepEvents:
+        """What the clients have not heard yet."""
+        added, evicted = self.kv.take_events()
+        return StepEvents(self._events.take(), added, evicted, self.load())
+
+    def load(self) -> Load:
+        """How busy the engine is."""
+        stats = self.scheduler.stats
+        return Load(
+            stats.running, stats.waiting, stats.free_blocks, stats.cached_blocks, self._step_us
+        )
+
+    def abort_all(self, code: str) -> StepEvents:
+        """End every request with an error: the device is lost."""
+        for finished in self.scheduler.abort_all(code):
+            self._end(finished.seq, finished.reason, code)
+        return self.take_events()
+
+    def _submit(self, client: str, message: Submit) -> str | None:
+        key = (client, message.rid)
+        if self.draining:
+            return Unavailable.code
+        code = INVALID if key in self._live else refusal(message, self.facts)
+        if code is not None:
+            return code
+        now = self.clock.now()
+        left = message.deadline_ms
+        seq = Sequence(
+            key=key,
+            tokens=list(message.prompt_ids),
+            sampling=message.sampling,
+            n_prompt=len(message.prompt_ids),
+            arrived=now,
+            priority=message.priority,
+            deadline=None if left is None else now + left / 1e3,
+            salt=message.salt,
+            trace_id=message.trace_id,
+        )
+        if self._tombstones.take(key):
+            self._events.refuse(*key, Flag.CANCELLED, CANCELLED)
+            return None
+        try:
+            self.scheduler.add(seq)
+        except (Overloaded, ContextLengthExceeded) as error:
+            return error.code
+        except InvalidParam:
+            return INVALID
+        self._live[key] = seq
+        return None
+
+    def _commit(self, report: StepReport) -> None:
+        outcome = report.outcome
+        before = {
+            sample.key: (len(seq.tokens), seq.last_token_at)
+            for sample in outcome.sampled
+            if (seq := self._live.get(sample.key)) is not None
+        }
+        finished = self.scheduler.commit(outcome)
+        for key, start, entries in outcome.prompt_logprobs:
+            if key in self._live:
+                self._events.add(*key, (), Extra(prompt_start=start, prompt_logprobs=entries))
+        for sample in outcome.sampled:
+            if sample.key in before:
+                self._accepted(sample, *before[sample.key])
+        failures = {failure.key: failure for failure in outcome.failures}
+        for end in finished:
+            self._finished(end, failures.get(end.seq.key))
+        for key in report.grounded:
+            self._grounded(key)
+        self._fit_tensors()
+
+    def _accepted(self, sample: SampledToken, n_before: int, last_token_at: float | None) -> None:
+        seq = self._live[sample.key]
+        tokens = tuple(seq.tokens[n_before:])
+        if not tokens:
+            return
+        extra = NO_EXTRA if sample.logprobs is None else Extra(logprobs=(sample.logprobs,))
+        self._events.add(*sample.key, tokens, extra)
+        self._recorder.token(seq, last_token_at)
+
+    def _finished(self, end: Finished, failure: Failure | None) -> None:
+        blocks = (0, 0)
+        if failure is not None:
+            blocks = (failure.blocks_needed, failure.blocks_free)
+            LOGGER.warning("%s ends %s: %s", end.seq.key, end.reason.value, failure.detail)
+            if end.reason is FinishReason.OOM:
+                self.metrics.add("oom_isolated_total")
+        self._end(end.seq, end.reason, end.code, end.stop_token, blocks)
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        code: str | None = None,
+        stop_token: int | None = None,
+        blocks: tuple[int, int] = (0, 0),
+    ) -> None:
+        del self._live[seq.key]
+        self._events.end(seq, reason, code, stop_token, blocks)
+        self._recorder.ended(seq, reason, self.clock.now())
+
+    def _grounded(self, key: Key) -> None:
+        """The device has no memory for blocks that the pool promised. Promise only what exists, and
+        let the sequence start again within it; one that needs more than exists ends `oom`."""
+        seq = self._live.get(key)
+        if seq is None:
+            return
+        held = len(seq.blocks)
+        self._pool_cut = True
+        self.scheduler.resize(max(1, self.elastic.n_blocks))
+        if held <= self.elastic.n_blocks:
+            self.scheduler.evict(key, requeue=True)
+        elif self.scheduler.evict(key, requeue=False) is not None:
+            self.metrics.add("oom_isolated_total")
+            self._end(seq, FinishReason.OOM, OutOfMemory.code, blocks=(held, self.kv.n_free))
+
+    def _fit_tensors(self) -> None:
+        """After a shrink of the pool: give memory back once nobody uses the tail."""
+        if self.elastic.n_blocks > self.kv.capacity and self.kv.extent <= self.kv.capacity:
+            self.elastic.shrink(self.kv.capacity)
+        if self._pool_cut and not self.scheduler.has_work:
+            # Whoever took the memory may be gone by now: let the next requests try again.
+            self._pool_cut = False
+            self.scheduler.resize(self.facts.kv_blocks)
+
+    def _gauges(self) -> None:
+        stats = self.scheduler.stats
+        self._recorder.gauges(stats.running, stats.waiting, self.kv, self.facts.kv_block_bytes)
+
+
+def scheduler_limits(config: EngineConfig, facts: EngineFacts) -> SchedulerLimits:
+    """The scheduler's part of the configuration."""
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_queue=config.max_queue,
+        max_partial_prefills=config.max_partial_prefills,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        prefill_chunk_tokens_while_decoding=config.prefill_chunk_tokens_while_decoding,
+        priority_ageing_s=config.priority_ageing_s,
+        max_model_len=facts.max_model_len,
+        pipeline_depth=config.pipeline_depth,
+        eos_token_ids=frozenset(facts.eos_token_ids),
+    )

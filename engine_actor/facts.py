@@ -1,0 +1,28 @@
+"""What is true of one loaded model and its memory: plain values for clients and status()."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Bytes, tokens and names of one engine. `kv_blocks` is the most the KV budget allows,
+    `kv_first_blocks` how many exist at the start; the tensors grow from there on demand.
+    """
+
+    name: str
+    model: str
+    vocab_size: int
+    max_model_len: int
+    kv_blocks: int
+    kv_first_blocks: int = 64
+    kv_block_bytes: int = 0
+    kv_dtype: str = "fp32"
+    weight_bytes: int = 0
+    device: str = "cpu"
+    family: str = ""
+    weights: str = ""
+    numerics: str = "fast"
+    fingerprint: str = ""
+    eos_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,94 @@
+"""What the engine counts: the one place that turns steps and requests into metrics."""
+
+from __future__ import annotations
+
+from engine_actor.core.kv_manager import KVManager
+from engine_actor.core.metrics import Metrics
+from engine_actor.core.plan import StepOutcome, StepPlan
+from engine_actor.core.sequence import FinishReason, Sequence
+from engine_actor.work.step import StepReport
+
+
+class Recorder:
+    """Writes to one Metrics; only the engine's thread calls it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+
+    def step(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
+        """One step that launched something. `seconds`: host work included."""
+        metrics, outcome = self.metrics, report.outcome
+        metrics.add("engine_steps_total")
+        metrics.observe("step_seconds", seconds)
+        if plan.prefill:
+            metrics.add("prefill_steps_total")
+            tokens = [chunk.end - chunk.start for chunk in plan.prefill]
+            metrics.add("computed_prompt_tokens_total", sum(tokens))
+            for count in tokens:
+                metrics.observe("prefill_chunk_tokens", count)
+        if plan.decode:
+            metrics.add("decode_steps_total")
+            metrics.observe("decode_batch_rows", len(plan.decode))
+        if outcome.prefill_seconds is not None:
+            metrics.observe("prefill_chunk_seconds", outcome.prefill_seconds)
+        if outcome.decode_seconds is not None:
+            metrics.observe("decode_step_seconds", outcome.decode_seconds)
+        self._overlap(outcome)
+        if plan.preempted:
+            metrics.add("preemptions_total", len(plan.preempted))
+        if report.retries:
+            metrics.add("oom_retries_total", report.retries)
+
+    def _overlap(self, outcome: StepOutcome) -> None:
+        """Same cycle and same time are two facts with two counters."""
+        metrics = self.metrics
+        if outcome.logical_overlap:
+            metrics.add("prefill_decode_overlap_steps")
+        if outcome.stream_overlap:
+            metrics.add("prefill_decode_stream_overlap_steps")
+            metrics.add("prefill_decode_overlapped_seconds", outcome.overlapped_seconds)
+        if outcome.mixed_forward:
+            metrics.add("prefill_decode_mixed_forward_steps")
+
+    def token(self, seq: Sequence, last_token_at: float | None) -> None:
+        """One accepted token. `last_token_at`: when the one before it was."""
+        metrics, now = self.metrics, seq.last_token_at
+        metrics.add("generation_tokens_total")
+        if now is None:
+            return
+        if last_token_at is not None:
+            metrics.observe("inter_token_latency_seconds", now - last_token_at)
+            return
+        metrics.observe("ttft_seconds", now - seq.arrived)
+        metrics.add("prompt_tokens_total", seq.n_prompt)
+        metrics.add("cached_prompt_tokens_total", seq.n_cached)
+        metrics.observe("request_prompt_tokens", seq.n_prompt)
+        if seq.admitted_at is not None:
+            metrics.observe("queue_seconds", seq.admitted_at - seq.arrived)
+
+    def received(self) -> None:
+        self.metrics.add("requests_received_total")
+
+    def rejected(self, code: str) -> None:
+        self.metrics.add("admission_rejections_total", 1, code)
+
+    def ended(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        """The one end of an accepted request."""
+        metrics = self.metrics
+        metrics.add("requests_finished_total", 1, reason.value)
+        metrics.observe("e2e_latency_seconds", now - seq.arrived)
+        metrics.observe("request_generation_tokens", seq.n_output)
+        if reason is FinishReason.CANCELLED:
+            metrics.add("cancelled_total")
+        if seq.n_output > 1 and seq.first_token_at is not None and seq.last_token_at is not None:
+            span = seq.last_token_at - seq.first_token_at
+            metrics.observe("time_per_output_token_seconds", span / (seq.n_output - 1))
+
+    def gauges(self, running: int, waiting: int, kv: KVManager, block_bytes: int) -> None:
+        metrics = self.metrics
+        metrics.set("requests_running", running)
+        metrics.set("requests_waiting", waiting)
+        metrics.set("kv_blocks_total", kv.capacity)
+        metrics.set("kv_blocks_free", kv.n_free)
+        metrics.set("kv_blocks_cached", kv.n_cached)
+        metrics.set("kv_bytes_total", kv.capacity * block_bytes)

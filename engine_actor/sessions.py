@@ -1,0 +1,100 @@
+"""The clients of one engine: their leases, their posts, their subscriptions.
+
+Knows no transport. Any event loop's thread may call; the engine's thread publishes and expires.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine_actor.core.clock import Clock
+from engine_actor.errors import EngineRestarted
+from engine_actor.events import StepEvents
+from engine_actor.subscribers import Subscriber
+
+Rejected = list[tuple[int, str]]
+
+
+@dataclass(slots=True)
+class Session:
+    """One attachment of one client. `last_seq`, `last_reply`: its newest post, kept so that the
+    same post asked again is answered and not run again.
+    """
+
+    subscriber: Subscriber
+    seen: float
+    last_seq: int = -1
+    last_reply: Future[Rejected] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Sessions:
+    """Sessions by client name."""
+
+    def __init__(self, clock: Clock, lease_s: float) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._sessions: dict[str, Session] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(self, client: str) -> None:
+        """A new session; an older one of the same client ends."""
+        session = Session(Subscriber(client), self._clock.now())
+        with self._lock:
+            old = self._sessions.get(client)
+            self._sessions[client] = session
+        if old is not None:
+            old.subscriber.close(f"{client} has attached again")
+
+    def get(self, client: str) -> Session:
+        """The session, its lease renewed. Raises EngineRestarted where there is none: whatever the
+        client had here is gone, and it must attach again.
+        """
+        session = self._sessions.get(client)
+        if session is None:
+            raise EngineRestarted(f"{client} is not attached")
+        session.seen = self._clock.now()
+        return session
+
+    def publish(self, step: StepEvents) -> list[str]:
+        """Give each client its share. Returns those whose backlog is full; they are closed."""
+        return [
+            client
+            for client, session in self._snapshot()
+            if not session.subscriber.publish(step.by_client.get(client, ()), step)
+            and self._close(client, session, f"{client} does not read its events")
+        ]
+
+    def expire(self) -> list[str]:
+        """Close the sessions that were silent for longer than the lease, and name them."""
+        limit = self._clock.now() - self._lease_s
+        return [
+            client
+            for client, session in self._snapshot()
+            if session.seen < limit and self._close(client, session, f"{client} lost its lease")
+        ]
+
+    def close_all(self, why: str) -> None:
+        for client, session in self._snapshot():
+            self._close(client, session, why)
+
+    def flushed(self) -> bool:
+        """True where every client has read everything."""
+        return all(session.subscriber.flushed for _, session in self._snapshot())
+
+    def _snapshot(self) -> list[tuple[str, Session]]:
+        with self._lock:
+            return list(self._sessions.items())
+
+    def _close(self, client: str, session: Session, why: str) -> bool:
+        session.subscriber.close(why)
+        with self._lock:
+            if self._sessions.get(client) is not session:
+                return False
+            del self._sessions[client]
+        return True

@@ -1,0 +1,102 @@
+"""status(): what an operator asks first, in one dict of plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_actor.core.plan import OverlapMode
+from engine_actor.engine import Engine
+from engine_actor.loop import Heartbeat
+
+
+def engine_status(engine: Engine, epoch: int, heartbeat: Heartbeat, clients: int) -> dict[str, Any]:
+    """Counts, bytes and switches. Called on the engine's thread."""
+    config, facts, metrics = engine.config, engine.facts, engine.metrics
+    reason = overlap_reason(engine)
+    return {
+        "engine": facts.name,
+        "epoch": epoch,
+        "draining": engine.draining,
+        "clients": clients,
+        "prefill_decode_overlap": config.enable_prefill_decode_overlap,
+        "prefill_decode_overlap_effective": reason is None,
+        "prefill_decode_overlap_reason": reason,
+        "prefill_decode_overlap_steps": int(metrics.value("prefill_decode_overlap_steps")),
+        "prefill_decode_stream_overlap_steps": int(
+            metrics.value("prefill_decode_stream_overlap_steps")
+        ),
+        "prefill_steps_total": int(metrics.value("prefill_steps_total")),
+        "model": _model(engine),
+        "memory": _memory(engine),
+        "kv": _kv(engine),
+        "queue": _queue(engine),
+        "config": config.model_dump(mode="json"),
+        "heartbeat": {
+            "alive": heartbeat.alive,
+            "busy_seconds": heartbeat.busy_seconds,
+            "steps": heartbeat.steps,
+            "fatal": heartbeat.fatal,
+        },
+    }
+
+
+def overlap_reason(engine: Engine) -> str | None:
+    """Why decode and prefill do not run on two streams; None where they do."""
+    if engine.pair.mode is not OverlapMode.SERIAL:
+        return None
+    if not engine.config.enable_prefill_decode_overlap:
+        return "switched off (enable_prefill_decode_overlap: false)"
+    return "the CPU has no streams: decode runs first, then prefill"
+
+
+def _model(engine: Engine) -> dict[str, Any]:
+    facts = engine.facts
+    return {
+        "name": facts.model,
+        "family": facts.family,
+        "weights": facts.weights,
+        "numerics": facts.numerics,
+        "device": facts.device,
+        "fingerprint": facts.fingerprint,
+        "vocab_size": facts.vocab_size,
+        "max_model_len": facts.max_model_len,
+        "eos_token_ids": list(facts.eos_token_ids),
+    }
+
+
+def _memory(engine: Engine) -> dict[str, Any]:
+    facts = engine.facts
+    return {
+        "weight_bytes": facts.weight_bytes,
+        "kv_budget_bytes": facts.kv_blocks * facts.kv_block_bytes,
+        "kv_bytes": engine.elastic.n_blocks * facts.kv_block_bytes,
+        "reserve_bytes": engine.config.reserve_memory_mb * 2**20,
+        "oom_isolated_total": int(engine.metrics.value("oom_isolated_total")),
+        "oom_retries_total": int(engine.metrics.value("oom_retries_total")),
+    }
+
+
+def _kv(engine: Engine) -> dict[str, Any]:
+    return {
+        "block_tokens": engine.kv.block_tokens,
+        "dtype": engine.facts.kv_dtype,
+        "prefix_cache": engine.kv.prefix_cache,
+        "blocks_total": engine.kv.capacity,
+        "blocks_free": engine.kv.n_free,
+        "blocks_cached": engine.kv.n_cached,
+        "blocks_in_memory": engine.elastic.n_blocks,
+        "blocks_budget": engine.facts.kv_blocks,
+    }
+
+
+def _queue(engine: Engine) -> dict[str, Any]:
+    stats, limits = engine.scheduler.stats, engine.scheduler.limits
+    return {
+        "running": stats.running,
+        "waiting": stats.waiting,
+        "preemptions": stats.preemptions,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_queue": limits.max_queue,
+        "prefill_chunk_tokens": limits.prefill_chunk_tokens,
+        "max_partial_prefills": limits.max_partial_prefills,
+    }

@@ -1,0 +1,107 @@
+"""One plan in, one outcome out: makes the works, runs them isolated, and names who is to blame.
+
+Knows plans and works; changes no request and no block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engine_actor.core.plan import Failure, StepOutcome, StepPlan
+from engine_actor.core.sequence import FinishReason, Key
+from engine_actor.errors import EngineError, OutOfMemory
+from engine_actor.work.base import Work, WorkContext
+from engine_actor.work.decode import DecodeWork
+from engine_actor.work.elastic import KVGrowthError
+from engine_actor.work.isolate import Casualty, Isolation, Tally
+from engine_actor.work.prefill import PrefillWork
+from engine_actor.work.timing import intersection
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The outcome for the scheduler, and what only the engine needs to know.
+
+    `grounded`: sequences that hold blocks which the device has no memory for.
+    """
+
+    outcome: StepOutcome
+    grounded: tuple[Key, ...] = ()
+    retries: int = 0
+
+
+class StepRunner:
+    """Runs plans. `victim` picks the youngest of the lowest priority among keys; `n_free` says how
+    many blocks are free, for the report."""
+
+    def __init__(
+        self,
+        context: WorkContext,
+        isolation: Isolation,
+        victim: Callable[[Iterable[Key]], Key],
+        n_free: Callable[[], int],
+    ) -> None:
+        self._context = context
+        self._isolation = isolation
+        self._victim = victim
+        self._n_free = n_free
+
+    def run(self, plan: StepPlan) -> StepReport:
+        """Raises FatalDeviceError where the device is lost."""
+        decode = DecodeWork(plan.step, self._context, slots=plan.decode) if plan.decode else None
+        prefill = (
+            PrefillWork(plan.step, self._context, chunks=plan.prefill) if plan.prefill else None
+        )
+        tally = self._isolation.run(decode, prefill)
+        grounded = tuple(c.key for c in tally.casualties if isinstance(c.error, KVGrowthError))
+        failures = self._blame(c for c in tally.casualties if c.key not in grounded)
+        return StepReport(_outcome(plan, decode, prefill, tally, failures), grounded, tally.retries)
+
+    def _blame(self, casualties: Iterable[Casualty]) -> tuple[Failure, ...]:
+        """Every sequence that failed for a reason of its own, and one of those short of memory:
+        with its blocks gone the others may well pass in the next step."""
+        failures: list[Failure] = []
+        starved: dict[Key, Casualty] = {}
+        for casualty in casualties:
+            if casualty.starved:
+                starved[casualty.key] = casualty
+            else:
+                failures.append(self._failure(casualty, FinishReason.ERROR, EngineError.code))
+        if starved:
+            blamed = starved[self._victim(starved)]
+            failures.append(self._failure(blamed, FinishReason.OOM, OutOfMemory.code))
+        return tuple(failures)
+
+    def _failure(self, casualty: Casualty, reason: FinishReason, code: str) -> Failure:
+        detail = f"{type(casualty.error).__name__}: {casualty.error}"
+        return Failure(casualty.key, reason, code, detail, casualty.blocks, self._n_free())
+
+
+def _outcome(
+    plan: StepPlan,
+    decode: Work | None,
+    prefill: Work | None,
+    tally: Tally,
+    failures: tuple[Failure, ...],
+) -> StepOutcome:
+    computed = {key: end for result in tally.results for key, end in result.computed}
+    failed = {failure.key for failure in failures}
+    overlapped = intersection(decode.timer, prefill.timer) if decode and prefill else 0.0
+    return StepOutcome(
+        plan,
+        computed=tuple(computed.items()),
+        sampled=tuple(token for result in tally.results for token in result.sampled),
+        prompt_logprobs=tuple(entry for r in tally.results for entry in r.prompt_logprobs),
+        failures=failures,
+        retry=tuple(
+            casualty.key
+            for casualty in tally.casualties
+            if casualty.key not in failed and casualty.key not in computed
+        ),
+        logical_overlap=decode is not None and prefill is not None,
+        stream_overlap=tally.stream_overlap,
+        prefill_seconds=tally.seconds.get("prefill"),
+        decode_seconds=tally.seconds.get("decode"),
+        overlapped_seconds=overlapped if tally.stream_overlap else 0.0,
+    )

@@ -1,0 +1,222 @@
+"""A model that costs nothing and forgives nothing: the Runner double for engine, service and HTTP.
+
+HashRunner keeps a fake paged KV that stores, per layer and slot, which token at which position was
+written there. The next token of a row is a hash of the whole prefix *as read back from the blocks*,
+so one stolen, stale or misplaced KV entry changes the text; an entry of the wrong position, or one
+that was never written, raises at once. `expected(prompt, n)` gives the right text from the prompt
+alone. The text does not depend on batch, chunking, preemption or cache: equality is exact.
+
+ScriptedRunner continues each known prompt with the ids of its script, then with eos; prompts
+without a script are hashed.
+
+    runner = ScriptedRunner(vocab_size=300, scripts={(97, 98): (1, 2, 3)}, eos=0)
+    engine = make_engine(runner, max_num_seqs=8)             # the plain engine
+    service = make_service(runner)                            # the async face, thread running
+    ...
+    service.close()
+
+Both have hooks: `before_layers(inputs)` and `before_logits(rows)` may raise or block (to hold a
+step open, wait for an Event there). `live_bytes()` counts the tensors they made that still live.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from configs.schema import EngineConfig, KVConfig
+from engine_actor.core.clock import Clock
+from engine_actor.engine import Engine
+from engine_actor.facts import EngineFacts
+from engine_actor.model.sampler import Sampler
+from engine_actor.service import EngineService
+from engine_actor.work.inputs import BatchInputs
+from engine_actor.work.streams import Pair
+
+_EMPTY = -1
+_SPREAD = 0x9E3779B97F4A7C15 - 2**64
+"""Golden-ratio multiplier as a signed 64-bit value; int64 products wrap, which is what we want."""
+_KEEP = 2**62 - 1
+
+
+class HashRunner:
+    """See the module's head. hidden is i64[T, 2]: the id (after the last layer: the next token) and
+    the number of layers applied."""
+
+    def __init__(
+        self,
+        vocab_size: int = 997,
+        n_layers: int = 2,
+        block_tokens: int = 4,
+        eos: int | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.n_layers = n_layers
+        self.block_tokens = block_tokens
+        self.device = torch.device("cpu")
+        self.eos = eos
+        self.before_layers: Callable[[BatchInputs], None] = lambda inputs: None
+        self.before_logits: Callable[[int], None] = lambda rows: None
+        self.launches = 0
+        self.max_blocks: int | None = None
+        self._ids = torch.full((n_layers, 0), _EMPTY)
+        self._positions = torch.full((n_layers, 0), _EMPTY)
+        self._made: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def embed(self, inputs: BatchInputs) -> torch.Tensor:
+        self.launches += 1
+        return self._track(torch.stack((inputs.ids, torch.zeros_like(inputs.ids)), dim=1))
+
+    def run_layers(
+        self, hidden: torch.Tensor, inputs: BatchInputs, first: int, last: int
+    ) -> torch.Tensor:
+        if first == 0:
+            self.before_layers(inputs)
+        assert bool((hidden[:, 1] == first).all()), "layers out of order"
+        for layer in range(first, last):
+            self._ids[layer, inputs.slots] = inputs.ids
+            self._positions[layer, inputs.slots] = inputs.positions
+        hidden = torch.stack((hidden[:, 0], torch.full_like(hidden[:, 1], last)), dim=1)
+        if last == self.n_layers:
+            hidden[:, 0] = torch.cat([self._next(inputs, row) for row in range(len(inputs.q_lens))])
+        return self._track(hidden)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        self.before_logits(len(rows))
+        chosen = hidden[rows, 0]
+        logits = torch.zeros(len(rows), self.vocab_size)
+        logits[torch.arange(len(rows)), (chosen + 1) % self.vocab_size] = 5.0
+        logits[torch.arange(len(rows)), chosen] = 10.0
+        return self._track(logits)
+
+    def resize_kv(self, n_blocks: int) -> None:
+        if self.max_blocks is not None and n_blocks > self.max_blocks:
+            raise MemoryError(f"no memory for {n_blocks} blocks")
+        n_slots = n_blocks * self.block_tokens
+        for name in ("_ids", "_positions"):
+            old = getattr(self, name)
+            new = torch.full((self.n_layers, n_slots), _EMPTY)
+            kept = min(n_slots, old.shape[1])
+            new[:, :kept] = old[:, :kept]
+            setattr(self, name, new)
+
+    def kv_checksum(self, blocks: tuple[int, ...]) -> int:
+        slots = _slots_of(blocks, self.block_tokens)
+        parts = (self._ids[:, slots], self._positions[:, slots])
+        return zlib.crc32(b"".join(part.contiguous().numpy().tobytes() for part in parts))
+
+    def live_bytes(self) -> int:
+        """Bytes of hidden states and logits that somebody still holds."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._made)
+
+    def expected(self, prompt: Sequence[int], n: int) -> list[int]:
+        """The n tokens that must follow `prompt`, whatever the engine does."""
+        tokens = list(prompt)
+        for _ in range(n):
+            tokens.append(self._choose(torch.tensor(tokens), len(prompt))[-1])
+        return tokens[len(prompt) :]
+
+    def _next(self, inputs: BatchInputs, row: int) -> torch.Tensor:
+        kv_len, q_len = inputs.kv_lens[row], inputs.q_lens[row]
+        slots = _slots_of(inputs.block_lists[row], self.block_tokens)[:kv_len]
+        want = torch.arange(kv_len)
+        for layer in range(self.n_layers):
+            assert torch.equal(self._positions[layer, slots], want), "KV of a wrong position"
+        assert torch.equal(self._ids[0, slots], self._ids[-1, slots]), "layers disagree"
+        return torch.tensor(self._choose(self._ids[0, slots], kv_len - q_len + 1))
+
+    def _choose(self, prefix: torch.Tensor, first: int) -> list[int]:
+        """The next token after each prefix of length first, first + 1, ..., len(prefix)."""
+        weights = (torch.arange(len(prefix)) * 2 + 1) * _SPREAD
+        sums = ((prefix + 17) * weights).cumsum(0)[first - 1 :]
+        mixed = sums * _SPREAD
+        tokens = ((mixed >> 33) & _KEEP) % self.vocab_size
+        if self.eos is not None:
+            tokens = torch.where(tokens == self.eos, (tokens + 1) % self.vocab_size, tokens)
+        return tokens.tolist()
+
+    def _track(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._made.add(tensor)
+        return tensor
+
+
+class ScriptedRunner(HashRunner):
+    """Continues the prompts it knows by their script."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        scripts: Mapping[tuple[int, ...], Sequence[int]],
+        eos: int,
+        **more: Any,
+    ) -> None:
+        super().__init__(vocab_size, eos=eos, **more)
+        self.scripts = {tuple(prompt): tuple(script) for prompt, script in scripts.items()}
+
+    def _choose(self, prefix: torch.Tensor, first: int) -> list[int]:
+        tokens, hashed = tuple(prefix.tolist()), super()._choose(prefix, first)
+        return [
+            self._scripted(tokens[:length], hashed[length - first])
+            for length in range(first, len(tokens) + 1)
+        ]
+
+    def _scripted(self, prefix: tuple[int, ...], hashed: int) -> int:
+        for prompt, script in self.scripts.items():
+            done = len(prefix) - len(prompt)
+            if done >= 0 and prefix[: len(prompt)] == prompt:
+                return script[done] if done < len(script) else int(self.eos or 0)
+        return hashed
+
+
+def _slots_of(blocks: Sequence[int], block_tokens: int) -> torch.Tensor:
+    starts = torch.tensor(blocks, dtype=torch.int64) * block_tokens
+    return (starts[:, None] + torch.arange(block_tokens)).reshape(-1)
+
+
+def make_facts(runner: HashRunner, kv_blocks: int = 64, **more: Any) -> EngineFacts:
+    """Facts that fit a runner double."""
+    values: dict[str, Any] = {
+        "name": "engine-0",
+        "model": "scripted",
+        "vocab_size": runner.vocab_size,
+        "max_model_len": 4096,
+        "kv_blocks": kv_blocks,
+        "kv_first_blocks": 4,
+        "kv_block_bytes": 1024,
+        "eos_token_ids": () if runner.eos is None else (runner.eos,),
+    }
+    return EngineFacts(**(values | more))
+
+
+def make_engine(
+    runner: HashRunner,
+    *,
+    kv_blocks: int = 64,
+    max_model_len: int = 4096,
+    prefix_cache: bool = True,
+    clock: Clock | None = None,
+    pair: Pair | None = None,
+    **config: Any,
+) -> Engine:
+    """A plain engine around a runner double; `config` are EngineConfig fields."""
+    kv = KVConfig(block_tokens=runner.block_tokens, prefix_cache=prefix_cache)
+    facts = make_facts(runner, kv_blocks, max_model_len=max_model_len)
+    settings = EngineConfig(kv=kv, **config)
+    return Engine(
+        settings, facts, runner, Sampler(runner.vocab_size, base_seed=7), clock=clock, pair=pair
+    )
+
+
+def make_service(
+    runner: HashRunner,
+    on_fatal: Callable[[BaseException], None] = lambda error: None,
+    epoch: int | None = None,
+    **settings: Any,
+) -> EngineService:
+    """The async face around a runner double, its thread running; `settings` as make_engine's.
+    The caller closes it."""
+    return EngineService(make_engine(runner, **settings), on_fatal, epoch)
