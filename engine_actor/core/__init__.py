@@ -1,1 +1,1 @@
-"""The torch-free study: scheduling, KV bookkeeping, stopping rules, metrics. Standard library only."""
+"""The torch-free study: scheduling, KV bookkeeping, stopping rules, metrics. Stdlib only."""

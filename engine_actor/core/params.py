@@ -60,7 +60,8 @@ class SamplingParams:
         _require_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _require_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 0.0 < self.repetition_penalty <= 10.0:
-            raise InvalidParam("repetition_penalty", f"must be in (0, 10], got {self.repetition_penalty}")
+            why = f"must be in (0, 10], got {self.repetition_penalty}"
+            raise InvalidParam("repetition_penalty", why)
         for _, bias in self.logit_bias:
             if not (math.isfinite(bias) and -100.0 <= bias <= 100.0):
                 raise InvalidParam("logit_bias", f"values must be in [-100, 100], got {bias}")
@@ -68,7 +69,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _require_range(name, value, 0, MAX_TOP_LOGPROBS)
-        if self.seed is not None and not -(2 ** (SEED_BITS - 1)) <= self.seed < 2 ** (SEED_BITS - 1):
+        bound = 2 ** (SEED_BITS - 1)
+        if self.seed is not None and not -bound <= self.seed < bound:
             raise InvalidParam("seed", "must fit in a signed 64-bit integer")
 
     @property
@@ -83,7 +85,8 @@ class SamplingParams:
                 raise InvalidParam("logit_bias", f"token id {token} is not in 0..{vocab_size - 1}")
         for token in self.stop_token_ids:
             if not 0 <= token < vocab_size:
-                raise InvalidParam("stop_token_ids", f"token id {token} is not in 0..{vocab_size - 1}")
+                why = f"token id {token} is not in 0..{vocab_size - 1}"
+                raise InvalidParam("stop_token_ids", why)
 
 
 def _require_range(name: str, value: float, low: float, high: float | None) -> None:

@@ -111,6 +111,11 @@ class SchedulerHarness:
         self.scheduler.check()
         return plan
 
+    @property
+    def may_plan(self) -> bool:
+        """True where the pipeline depth allows one more open step."""
+        return self.model.n_open <= self.scheduler.limits.pipeline_depth
+
     def join(self) -> tuple[Finished, ...]:
         """Commit the oldest open step."""
         self._open.pop(0)
@@ -118,9 +123,9 @@ class SchedulerHarness:
         for end in finished:
             self._end(end.seq.key, end.reason, end.code)
         self.scheduler.check()
-        for request in self.requests.values():
-            limit = request.n_prompt + request.sampling.max_tokens
-            assert request.tokens == self.model.truth(request.key, limit)[: len(request.tokens)]
+        live = (*self.scheduler.waiting, *self.scheduler.running)
+        for request in (*live, *(end.seq for end in finished)):
+            assert request.tokens == self.model.truth(request.key, len(request.tokens))
         return finished
 
     def step(self) -> StepPlan:
