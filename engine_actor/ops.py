@@ -1,0 +1,72 @@
+"""Everything the engine uses of `kernels`, imported in this one place.
+
+Knows the two sets of ops: fast, and exact (batch-invariant, fp32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine_actor._mount import mount
+
+mount()
+
+from kernels.attention.exact import attention_exact  # noqa: E402
+from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
+from kernels.attention.sdpa import attention_sdpa  # noqa: E402
+from kernels.elementwise.op import ExactRows, FastRows, RowOps  # noqa: E402
+from kernels.kv.op import WritePlan, plan_write, write_kv  # noqa: E402
+from kernels.linear.op import (  # noqa: E402
+    CPU_HALF,
+    DENSE,
+    Linear,
+    LinearBackend,
+    LinearPolicy,
+    prepare_linear,
+)
+from kernels.pack.dense_linear import DenseLinear  # noqa: E402
+from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
+from kernels.pack.packed_linear import PackedLinear  # noqa: E402
+
+__all__ = [
+    "CPU_HALF",
+    "DENSE",
+    "AttentionPlan",
+    "DenseLinear",
+    "Linear",
+    "LinearBackend",
+    "LinearPolicy",
+    "OpSet",
+    "PackedLinear",
+    "RowOps",
+    "WritePlan",
+    "dequantise",
+    "gather_rows",
+    "op_set",
+    "pack_codes",
+    "plan_attention",
+    "plan_write",
+    "prepare_linear",
+    "slice_rows",
+    "write_kv",
+]
+
+AttentionFn = Callable[[torch.Tensor, torch.Tensor, AttentionPlan, float], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class OpSet:
+    """The ops of one numerics mode besides the linears."""
+
+    rows: RowOps
+    attention: AttentionFn
+
+
+def op_set(exact: bool) -> OpSet:
+    """exact: batch-invariant fp32; else the fastest."""
+    if exact:
+        return OpSet(ExactRows(), attention_exact)
+    return OpSet(FastRows(), attention_sdpa)

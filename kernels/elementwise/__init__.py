@@ -1,0 +1,1 @@
+"""Norm, rotary embedding and gated activation: what happens to rows between the linears."""

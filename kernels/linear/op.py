@@ -1,0 +1,110 @@
+"""ops.linear: y = x @ W.T + bias for packed and dense weights, prepared once, called often.
+
+Chooses among the backends of this folder; knows no model and no layer names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kernels.linear.cpu_int4 import CpuInt4
+from kernels.linear.dense import CpuHalf, Dense
+from kernels.linear.exact import ExactTiles
+from kernels.linear.reference import Dequantise, linear_reference
+from kernels.linear.weights import LinearFn, Weights, linear_key
+from kernels.pack.packed_linear import PackedLinear
+from kernels.spec.op import OpKey, OpSpec
+from kernels.spec.registry import Verdict, choose, explain
+
+
+class LinearBackend(Protocol):
+    """A way to multiply. `prepare` may take seconds and memory; the function it returns is hot."""
+
+    name: str
+
+    def refuse(self, key: OpKey) -> str | None: ...
+
+    def prepare(self, weights: Weights, dtype: torch.dtype) -> LinearFn: ...
+
+
+LINEAR = OpSpec(
+    name="linear",
+    axes=(("m", "rows of x"), ("n", "out-features"), ("k", "in-features")),
+    reference=linear_reference,
+    tolerance=(("float32", 2e-5), ("bfloat16", 2e-2), ("float16", 3e-3)),
+)
+EXACT = ExactTiles()
+DENSE = Dense()
+CPU_HALF = CpuHalf()
+PACKED_BACKENDS: tuple[LinearBackend, ...] = (CpuInt4(), Dequantise())
+"""Ways to multiply packed weights without a dense copy, fastest for few rows first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPolicy:
+    """How the linears of one model are to be prepared.
+
+    dtype: of the activations and of dense weights. exact: batch-invariant fp32, everything else is
+    ignored. dense: the backend of the dense copy of packed weights for many rows, or None for no
+    copy, and the backend of dense weights (None: `dense` in `dtype`). dense_dtype: of that copy.
+    few_rows: up to so many rows the packed weights are used where both exist.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    exact: bool = False
+    dense: LinearBackend | None = None
+    dense_dtype: torch.dtype = torch.float32
+    few_rows: int = 4
+
+
+class Linear:
+    """A prepared layer. Call it with x [M, K]; y [M, N] has the dtype of the backend that ran.
+
+    `packed` and `dense` are the two functions (either may be None); the number of rows decides.
+    """
+
+    __slots__ = ("dense", "few_rows", "out_features", "packed")
+
+    def __init__(
+        self, packed: LinearFn | None, dense: LinearFn | None, few_rows: int, out_features: int
+    ) -> None:
+        self.packed = packed
+        self.dense = dense
+        self.few_rows = few_rows
+        self.out_features = out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and (self.dense is None or x.shape[0] <= self.few_rows):
+            return self.packed(x)
+        assert self.dense is not None
+        return self.dense(x)
+
+
+def prepare_linear(weights: Weights, policy: LinearPolicy) -> Linear:
+    """Choose and set up the backends for one layer whose tensors are on `policy.device`."""
+    n = weights.out_features
+    if policy.exact:
+        return Linear(None, EXACT.prepare(weights, torch.float32), 0, n)
+    key = linear_key(weights, policy.dtype, policy.device, exact=False)
+    if not isinstance(weights, PackedLinear):
+        backend = policy.dense or DENSE
+        dtype = policy.dense_dtype if policy.dense else policy.dtype
+        return Linear(None, backend.prepare(weights, dtype), 0, n)
+    packed = choose(PACKED_BACKENDS, key)
+    if policy.dense is None:
+        return Linear(packed.prepare(weights, policy.dtype), None, 0, n)
+    dense = policy.dense.prepare(weights, policy.dense_dtype)
+    if isinstance(packed, Dequantise):
+        # A dense copy beats making one on every call, whatever the number of rows.
+        return Linear(None, dense, 0, n)
+    return Linear(packed.prepare(weights, policy.dtype), dense, policy.few_rows, n)
+
+
+def explain_linear(weights: Weights, policy: LinearPolicy) -> tuple[Verdict, ...]:
+    """What every backend says of this layer."""
+    key = linear_key(weights, policy.dtype, policy.device, policy.exact)
+    return explain((EXACT, *PACKED_BACKENDS, DENSE, CPU_HALF), key)

@@ -1,0 +1,41 @@
+"""The two kinds of weights a linear backend is given, and the few questions asked of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.pack.dense_linear import DenseLinear
+from kernels.pack.dequantise import dequantise
+from kernels.pack.packed_linear import PackedLinear
+from kernels.spec.op import OpKey
+
+Weights = PackedLinear | DenseLinear
+LinearFn = Callable[[torch.Tensor], torch.Tensor]
+"""x [M, K] -> y [M, N]. Takes any float dtype; each backend says which dtype it returns."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> "bfloat16": how OpKey writes dtypes."""
+    return str(dtype).removeprefix("torch.")
+
+
+def linear_key(weights: Weights, dtype: torch.dtype, device: torch.device, exact: bool) -> OpKey:
+    """The question that a layer with these weights asks of a backend; `m` is left open."""
+    packed = weights if isinstance(weights, PackedLinear) else None
+    return OpKey(
+        op="linear",
+        device=device.type,
+        dtype=dtype_name(dtype),
+        n=weights.out_features,
+        k=weights.in_features,
+        bits=packed.bits if packed else 0,
+        group=packed.group_size if packed else 0,
+        exact=exact,
+    )
+
+
+def dense_weight(weights: Weights) -> torch.Tensor:
+    """[N, K]: fp32 from packed codes, else the tensor as it is."""
+    return dequantise(weights) if isinstance(weights, PackedLinear) else weights.weight

@@ -1,0 +1,51 @@
+"""OpKey and OpSpec: what a backend is asked about, and what every backend must agree with.
+
+Knows no backend and no tensor layout beyond names; tests, benches and the doctor read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class OpKey:
+    """One question to a backend: can you do this?
+
+    op: the op's name. device: torch device type ("cpu", "cuda"). dtype: the activations' dtype
+    as torch prints it without the module ("float32", "bfloat16"). m, n, k: rows of activations,
+    out- and in-features; 0 where the op has no such axis or it is not known yet.
+    bits: of the weight codes, 0 for dense weights. group: values per scale, 0 for dense.
+    exact: True where the result must not depend on the other rows of the batch.
+    """
+
+    op: str
+    device: str
+    dtype: str
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    bits: int = 0
+    group: int = 0
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """The contract of one op.
+
+    axes: one line per axis letter. reference: the torch twin, any device, obvious rather than fast.
+    tolerance: per activation dtype, the largest difference from the reference relative to the
+    largest reference value.
+    """
+
+    name: str
+    axes: tuple[tuple[str, str], ...]
+    reference: Callable[..., Any]
+    tolerance: tuple[tuple[str, float], ...]
+
+    def allowed(self, dtype: str) -> float:
+        """The tolerance for activations of `dtype`. Raises KeyError where none was agreed."""
+        return dict(self.tolerance)[dtype]
