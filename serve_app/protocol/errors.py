@@ -36,6 +36,7 @@ KINDS: dict[str, Kind] = {
     "invalid_type": Kind(400, INVALID, "The request has a value of the wrong type."),
     "missing_required_parameter": Kind(400, INVALID, "A required parameter is missing."),
     "unsupported_parameter": Kind(400, INVALID, "The request uses an unsupported parameter."),
+    "invalid": Kind(400, INVALID, "The request has an invalid value."),
     "invalid_json": Kind(400, INVALID, "The body of the request is not valid JSON."),
     "context_length_exceeded": Kind(400, INVALID, "The prompt and max_tokens are too long."),
     "not_found": Kind(404, INVALID, "There is no such resource."),

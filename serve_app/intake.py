@@ -1,0 +1,203 @@
+"""A request's body -> a job the engine can take, for both endpoints and for the Python handle.
+
+Parses, tokenises, checks against what the engine said of itself when we attached. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from configs.schema import HttpConfig
+from serve_app.choice import TextTokenizer
+from serve_app.engine_link import EngineLink
+from serve_app.generation import Generation
+from serve_app.protocol import unsupported
+from serve_app.protocol.bodies import parse_model
+from serve_app.protocol.chat import ChatRequest, Message
+from serve_app.protocol.completions import CompletionRequest, PromptItem
+from serve_app.protocol.convert import chat_job, completion_job, require_ids, require_model
+from serve_app.protocol.errors import ApiError
+from serve_app.protocol.fields import SharedRequest
+from serve_app.protocol.job import EncodedPrompt, GenerationJob
+from serve_app.protocol.models import ServedModel
+from serve_app.protocol.shapes import ChatShape, CompletionShape, Envelope, Shape
+
+LONG_TEXT = 4096
+"""Characters from which tokenising leaves the event loop; below, the thread costs more."""
+
+Endpoint = Literal["completion", "chat"]
+R = TypeVar("R", bound=SharedRequest)
+T = TypeVar("T")
+
+
+class ServingTokenizer(TextTokenizer, Protocol):
+    """What the ingress needs of `engine_actor.load.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the ingress is told when it is built. `max_sequences`: most sequences it lets live at
+    once, kept below Serve's own limits so that a client always sees JSON. `attach_wait_s`: how
+    long a request waits for an engine that is just coming back.
+    """
+
+    created: int = 0
+    max_sequences: int = 384
+    attach_wait_s: float = 0.5
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A job and what the client should be told of its parameters."""
+
+    job: GenerationJob
+    endpoint: Endpoint
+    warning: str | None
+
+
+class Intake:
+    """The way in. `template_error`: what the tokenizer raises for messages it cannot render."""
+
+    def __init__(
+        self,
+        link: EngineLink,
+        tokenizer: ServingTokenizer,
+        facts: Facts,
+        http: HttpConfig,
+        template_error: type[Exception],
+    ) -> None:
+        self.link = link
+        self.tokenizer = tokenizer
+        self.http = http
+        self.facts = facts
+        self._template_error = template_error
+
+    async def accept(
+        self,
+        endpoint: Endpoint,
+        body: Mapping[str, Any],
+        timeout_s: float | None = None,
+        trace_id: str = "",
+    ) -> Accepted:
+        """Check a body and tokenise its prompts. Raises ApiError."""
+        if endpoint == "chat":
+            chat, warning = self._parse(ChatRequest, body, unsupported.CHAT)
+            served = await self.served()
+            require_model(chat.model, served)
+            prompt = await self.encode_messages(chat.messages)
+            job = chat_job(chat, prompt, served, timeout_s, trace_id)
+            return Accepted(job, endpoint, warning)
+        request, warning = self._parse(CompletionRequest, body, unsupported.COMPLETIONS)
+        served = await self.served()
+        require_model(request.model, served)
+        prompts = await self.encode_prompts(request.prompts(), served.vocab_size)
+        job = completion_job(request, prompts, served, self.http.max_logprobs, timeout_s, trace_id)
+        return Accepted(job, endpoint, warning)
+
+    def begin(self, accepted: Accepted) -> tuple[Generation, Shape]:
+        """Admit and submit. Raises ApiError(overloaded or unavailable); nothing is left behind."""
+        job = accepted.job
+        limit = self.facts.max_sequences
+        if job.n_children > limit:
+            param = "n" if len(job.prompts) <= limit else "prompt"
+            raise ApiError(
+                "invalid_value",
+                f"{param}: the request needs {job.n_children} sequences, the limit is {limit}",
+                param,
+            )
+        if self.link.live + job.n_children > limit:
+            raise ApiError("overloaded")
+        prefix = "chatcmpl" if accepted.endpoint == "chat" else "cmpl"
+        generation = Generation(
+            job, self.link, self.tokenizer, prefix, self.http.stream_buffer_tokens
+        )
+        envelope = Envelope(
+            public_id=generation.public_id,
+            created=generation.created,
+            model=job.model,
+            n_choices=len(job.prompts) * job.n,
+            logprobs=job.logprobs,
+            include_usage=job.include_usage,
+        )
+        make = ChatShape if accepted.endpoint == "chat" else CompletionShape
+        return generation, make(envelope, self.tokenizer)
+
+    async def served(self) -> ServedModel:
+        """The model as the engine describes it. Raises ApiError(unavailable)."""
+        if not await self.link.wait_ready(self.facts.attach_wait_s) or self.link.draining:
+            raise ApiError("unavailable")
+        attached = self.link.attached
+        assert attached is not None
+        return ServedModel(
+            name=attached.model,
+            created=self.facts.created,
+            max_model_len=attached.max_model_len,
+            kv_tokens=attached.kv_blocks * attached.block_tokens,
+            vocab_size=attached.vocab_size,
+            meta=self.facts.meta,
+        )
+
+    async def encode_prompts(
+        self, prompts: tuple[PromptItem, ...], vocab_size: int
+    ) -> list[EncodedPrompt]:
+        """Prompts as ids and text. Raises ApiError naming `prompt`."""
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                require_ids(prompt, vocab_size, "prompt")
+        size = sum(len(prompt) for prompt in prompts)
+        return await _off_loop(size, lambda: [self._encode(prompt) for prompt in prompts])
+
+    async def encode_messages(self, messages: list[Message]) -> EncodedPrompt:
+        """Messages through the tokenizer's own template. Raises ApiError naming `messages`."""
+        turns = [message.for_template() for message in messages]
+
+        def render() -> EncodedPrompt:
+            text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+            # The template writes the special tokens itself.
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            return EncodedPrompt(tuple(ids), text)
+
+        try:
+            prompt = await _off_loop(sum(len(turn["content"]) for turn in turns), render)
+        except self._template_error as error:
+            raise ApiError("invalid_value", f"messages: {error}", "messages") from None
+        if not prompt.ids:
+            raise ApiError("invalid_value", "messages: the prompt is empty", "messages")
+        return prompt
+
+    async def encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
+        """A text as ids."""
+        return await _off_loop(len(text), lambda: self.tokenizer.encode(text, add_special_tokens))
+
+    async def decode_ids(self, ids: list[int]) -> str:
+        """Ids as text, special tokens written out."""
+        return await _off_loop(len(ids), lambda: self.tokenizer.decode(ids, skip_special=False))
+
+    def _encode(self, prompt: PromptItem) -> EncodedPrompt:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+            if not ids:
+                raise ApiError("invalid_value", "prompt: has no tokens", "prompt")
+            return EncodedPrompt(tuple(ids), prompt)
+        return EncodedPrompt(prompt, self.tokenizer.decode(prompt, skip_special=False))
+
+    def _parse(
+        self, kind: type[R], body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]
+    ) -> tuple[R, str | None]:
+        used = unsupported.refuse_unsupported(body, table, self.http.unsupported == "refuse")
+        unknown = unsupported.unknown_parameters(body, kind.model_fields, table)
+        return parse_model(kind, body), unsupported.warning_header(used, unknown)
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()

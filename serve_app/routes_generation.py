@@ -1,0 +1,55 @@
+"""`/v1/completions` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+from engine_actor.core.metrics import Metrics
+from serve_app.guard import STATE
+from serve_app.http_body import read_object
+from serve_app.intake import Endpoint, Intake
+from serve_app.protocol.bodies import timeout_from_header
+from serve_app.protocol.chat import ChatRequest
+from serve_app.protocol.completions import CompletionRequest
+from serve_app.sse import GenerationResponse
+
+
+def add_generation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> None:
+    """Both endpoints. They read raw bytes: FastAPI's own parsing answers 422 in its own shape."""
+
+    async def answer(request: Request, endpoint: Endpoint) -> GenerationResponse:
+        timeout_s = timeout_from_header(request.headers.get("x-request-timeout"))
+        body = await read_object(request, intake.http.max_body_mb << 20)
+        accepted = await intake.accept(endpoint, body, timeout_s, request.scope.get(STATE, ""))
+        warning = {"x-warnings": accepted.warning} if accepted.warning else {}
+        return GenerationResponse(
+            lambda: intake.begin(accepted), accepted.job.stream, intake.http, metrics, warning
+        )
+
+    async def completions(request: Request) -> Any:
+        """Continue a prompt."""
+        return await answer(request, "completion")
+
+    async def chat_completions(request: Request) -> Any:
+        """Answer a conversation, rendered by the tokenizer's own template."""
+        return await answer(request, "chat")
+
+    for path, handler, kind in (
+        ("/v1/completions", completions, CompletionRequest),
+        ("/v1/chat/completions", chat_completions, ChatRequest),
+    ):
+        schema = kind.model_json_schema(mode="validation")
+        app.add_api_route(
+            path,
+            handler,
+            methods=["POST"],
+            response_model=None,
+            openapi_extra={
+                "requestBody": {
+                    "required": True,
+                    "content": {"application/json": {"schema": schema}},
+                }
+            },
+        )
