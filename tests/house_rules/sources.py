@@ -24,7 +24,7 @@ def all_python_files() -> list[Path]:
         [
             *product_files(),
             *(ROOT / "tests").rglob("*.py"),
-            *(ROOT / "scripts").glob("*.py"),
+            *(ROOT / "scripts").rglob("*.py"),
             *(path for path in scripts if path.exists()),
         ]
     )

@@ -21,6 +21,7 @@ ALLOWED = {
         "serve_app/app.py",
         "serve_app/cli.py",
         "serve_app/directory.py",
+        "serve_app/drain.py",
         "serve_app/ingress_deployment.py",
         "serve_app/ray_port.py",
     },
