@@ -220,10 +220,10 @@ def sample_row(request: Request, eos_token_ids: frozenset[int]) -> SampleRow:
         or sampling.presence_penalty != 0.0
         or sampling.frequency_penalty != 0.0
     )
-    banned: frozenset[int] = frozenset()
+    banned: tuple[int, ...] = ()
     if request.n_output < sampling.min_tokens:
-        banned = frozenset(sampling.stop_token_ids)
-        banned = banned if sampling.ignore_eos else banned | eos_token_ids
+        ends = () if sampling.ignore_eos else tuple(eos_token_ids)
+        banned = (*sampling.stop_token_ids, *ends)
     return SampleRow(
         key=request.key,
         sampling=sampling,

@@ -1,0 +1,222 @@
+"""Order and fences of the two pairs. The device's streams are recorded, not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+
+from engine_actor.core.plan import OverlapMode
+from engine_actor.work.base import Lane, Work, WorkResult
+from engine_actor.work.streams import Attempt, SerialPair, StreamPair, make_pair
+from engine_actor.work.timing import ClockTimer, EventTimer, Timer, intersection
+
+CPU = torch.device("cpu")
+
+
+class RecordedWork(Work):
+    """Writes down its verbs; `broken` ones raise."""
+
+    def __init__(self, name: str, log: list[str], broken: str = "") -> None:
+        self.kind = name
+        self._log = log
+        self._broken = broken
+
+    def prepare(self) -> None:
+        self._do("prepare")
+
+    def launch(self, lane: Lane) -> None:
+        with lane.entered():
+            lane.new_timer().start()
+            self._do("launch")
+
+    def finish(self) -> WorkResult:
+        self._do("finish")
+        return WorkResult()
+
+    def _do(self, verb: str) -> None:
+        self._log.append(f"{self.kind}.{verb}")
+        if verb == self._broken:
+            raise MemoryError(verb)
+
+    keys = rows = blocks_needed = property(lambda self: 0)  # type: ignore[assignment]
+    halves = _build = _forward = _report = _blocks_end = lambda self: None  # type: ignore
+
+
+class RecordedStreams:
+    """StreamApi whose streams are names."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def current(self) -> str:
+        return "default"
+
+    def wait(self, waiter: str, awaited: str) -> None:
+        self._log.append(f"{waiter} waits for {awaited}")
+
+    def synchronize(self, stream: str) -> None:
+        self._log.append(f"synchronize {stream}")
+
+    def entered(self, stream: str) -> AbstractContextManager[object]:
+        @contextmanager
+        def inside() -> Iterator[None]:
+            self._log.append(f"enter {stream}")
+            yield
+            self._log.append(f"leave {stream}")
+
+        return inside()
+
+    def new_timer(self) -> Timer:
+        return ClockTimer()
+
+
+def attempt(work: Work, verb: Callable[[], object]) -> bool:
+    try:
+        verb()
+    except MemoryError:
+        return False
+    return True
+
+
+def stream_pair(log: list[str]) -> StreamPair[str]:
+    return StreamPair(RecordedStreams(log), "fast", "slow", SerialPair(CPU))
+
+
+def works(log: list[str], decode: str = "", prefill: str = "") -> tuple[Work, Work, Attempt]:
+    return RecordedWork("decode", log, decode), RecordedWork("prefill", log, prefill), attempt
+
+
+def test_serial_is_decode_then_prefill_in_the_same_three_verbs() -> None:
+    """S-57, S-68."""
+    log: list[str] = []
+    assert SerialPair(CPU).run(*works(log)) is False
+    assert log == [
+        "decode.prepare",
+        "prefill.prepare",
+        "decode.launch",
+        "prefill.launch",
+        "decode.finish",
+        "prefill.finish",
+    ]
+
+
+def test_two_streams_launch_decode_first_and_finish_prefill_first() -> None:
+    """S-52, S-53: both fences, each before what it protects; S-54: sampling after the join."""
+    log: list[str] = []
+    assert stream_pair(log).run(*works(log)) is True
+    assert log == [
+        "decode.prepare",
+        "prefill.prepare",
+        "fast waits for default",
+        "enter fast",
+        "decode.launch",
+        "leave fast",
+        "slow waits for default",
+        "enter slow",
+        "prefill.launch",
+        "leave slow",
+        "default waits for slow",
+        "default waits for fast",
+        "synchronize default",
+        "prefill.finish",
+        "decode.finish",
+    ]
+
+
+@pytest.mark.parametrize("alone", ["decode", "prefill"])
+def test_one_work_needs_no_second_stream(alone: str) -> None:
+    """S-59: such a step is no overlap, whatever the mode."""
+    log: list[str] = []
+    decode, prefill, _ = works(log)
+    pair = (decode, None) if alone == "decode" else (None, prefill)
+    assert stream_pair(log).run(*pair, attempt) is False
+    assert log == [f"{alone}.{verb}" for verb in ("prepare", "launch", "finish")]
+
+
+@pytest.mark.parametrize("pair", [SerialPair(CPU), "streams"])
+@pytest.mark.parametrize("broken", ["prepare", "launch", "finish"])
+@pytest.mark.parametrize("which", ["decode", "prefill"])
+def test_a_broken_verb_stops_its_work_only(pair: object, broken: str, which: str) -> None:
+    log: list[str] = []
+    chosen = stream_pair(log) if pair == "streams" else pair
+    overlapped = chosen.run(*works(log, **{which: broken}))  # type: ignore[attr-defined]
+    other = "prefill" if which == "decode" else "decode"
+    verbs = ("prepare", "launch", "finish")
+    assert [entry for entry in log if entry.startswith(other)] == [f"{other}.{v}" for v in verbs]
+    done = verbs[: verbs.index(broken) + 1]
+    assert [entry for entry in log if entry.startswith(which)] == [f"{which}.{v}" for v in done]
+    assert overlapped is (pair == "streams" and broken == "finish")
+
+
+def test_a_launch_that_fails_half_way_is_still_joined() -> None:
+    """Its kernels may still be writing KV: nobody may reuse a block before the fence."""
+    log: list[str] = []
+    stream_pair(log).run(*works(log, prefill="launch"))
+    join = ["default waits for slow", "default waits for fast", "synchronize default"]
+    assert log[-4:] == [*join, "decode.finish"]
+
+
+def test_the_cpu_is_serial_whatever_the_switch() -> None:
+    for overlap in (True, False):
+        assert make_pair(CPU, overlap).mode is OverlapMode.SERIAL
+
+
+def test_the_switch_off_is_serial_on_a_device_too() -> None:
+    """S-57: enable_prefill_decode_overlap: false."""
+    assert make_pair(torch.device("cuda"), overlap=False).mode is OverlapMode.SERIAL
+
+
+def test_a_clock_timer_that_never_ran_has_no_time() -> None:
+    timer = ClockTimer()
+    assert timer.elapsed() is None
+    timer.start()
+    assert timer.elapsed() is None
+    timer.stop()
+    elapsed = timer.elapsed()
+    assert elapsed is not None
+    assert elapsed >= 0.0
+
+
+class FakeEvent:
+    """An event at a known millisecond."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at - self.at
+
+
+def event_timer(start: float, stop: float) -> EventTimer:
+    timer = EventTimer()
+    timer.started, timer.stopped = FakeEvent(start), FakeEvent(stop)  # type: ignore[assignment]
+    return timer
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "milliseconds"),
+    [
+        ((0, 10), (4, 6), 2.0),
+        ((0, 10), (4, 20), 6.0),
+        ((5, 10), (0, 7), 2.0),
+        ((0, 5), (5, 9), 0.0),
+        ((0, 5), (8, 9), 0.0),
+        ((8, 9), (0, 5), 0.0),
+    ],
+)
+def test_overlapped_time_is_where_both_intervals_run(
+    first: tuple[float, float], second: tuple[float, float], milliseconds: float
+) -> None:
+    """S-55: own events per work; the same wall time is never counted twice."""
+    timers = event_timer(*first), event_timer(*second)
+    assert intersection(*timers) == pytest.approx(milliseconds / 1e3)
+    assert timers[0].elapsed() == pytest.approx((first[1] - first[0]) / 1e3)
+
+
+def test_clock_timers_never_overlap() -> None:
+    assert intersection(ClockTimer(), event_timer(0, 1)) == 0.0
+    assert intersection(None, None) == 0.0
+    assert intersection(EventTimer(), EventTimer()) == 0.0
