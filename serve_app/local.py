@@ -44,12 +44,15 @@ async def generate_locally(
     args: AppArgs, body: Mapping[str, Any], write: Callable[[str], None]
 ) -> None:
     """Load the model, stream one answer into `write`, close. Raises ApiError, CheckpointError."""
-    from engine_actor.build import build_service, load_tokenizer
-    from engine_actor.load.tokenizer import ChatTemplateError
+    from engine_actor.load.progress import ConsoleProgress
+    from engine_actor.load.tokenizer import ChatTemplateError, Tokenizer
+    from engine_actor.service import build_service
+    from serve_app.preflight import verify
 
-    service = build_service(args.model_dump(mode="json"))
+    verified = verify(args, ConsoleProgress("model"))
+    service = build_service(args.model_dump(mode="json"), name="local")
     try:
-        tokenizer = load_tokenizer(args.model)
+        tokenizer = Tokenizer.from_folder(verified.folder)
         async with local_face(args, service, tokenizer, ChatTemplateError) as face:
             async for chunk in face.stream(body):
                 for choice in chunk["choices"]:
