@@ -46,7 +46,7 @@ async def generate_locally(
     """Load the model, stream one answer into `write`, close. Raises ApiError, CheckpointError."""
     from engine_actor.load.progress import ConsoleProgress
     from engine_actor.load.tokenizer import ChatTemplateError, Tokenizer
-    from engine_actor.service import build_service
+    from engine_actor.build import build_service
     from serve_app.preflight import verify
 
     verified = verify(args, ConsoleProgress("model"))
