@@ -19,6 +19,7 @@ from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
 from kernels.elementwise.op import ExactRows, FastRows, RowOps  # noqa: E402
 from kernels.kv.op import WritePlan, plan_write, write_kv  # noqa: E402
+from kernels.linear.dense import half_is_available  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
     CPU_HALF,
     DENSE,
@@ -27,6 +28,7 @@ from kernels.linear.op import (  # noqa: E402
     LinearPolicy,
     prepare_linear,
 )
+from kernels.linear.weights import moved  # noqa: E402
 from kernels.pack.dense_linear import DenseLinear  # noqa: E402
 from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
 from kernels.pack.packed_linear import PackedLinear  # noqa: E402
@@ -45,6 +47,8 @@ __all__ = [
     "WritePlan",
     "dequantise",
     "gather_rows",
+    "half_is_available",
+    "moved",
     "op_set",
     "pack_codes",
     "plan_attention",

@@ -148,7 +148,7 @@ def _family(config: dict[str, Any]) -> str:
     if not isinstance(names, list) or not names:
         raise CheckpointError("config.json: architectures is missing")
     for name in names:
-        if name in FAMILIES:
+        if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
     raise CheckpointError(
         f"config.json: architectures {names!r} is not supported; there are {sorted(FAMILIES)}"
@@ -170,7 +170,10 @@ def _require_honoured(
         if key not in known and not key.startswith("_") and value not in (None, False, [], {}, ""):
             raise CheckpointError(f"config.json: {key} = {value!r} is not known to this engine")
     # Windows that only some layers have are not built; transformers writes the list out anyway.
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    layers = config.get("layer_types") or []
+    if not isinstance(layers, list):
+        raise CheckpointError(f"config.json: layer_types must be a list, got {layers!r}")
+    kinds = {str(kind) for kind in layers} - {"full_attention"}
     if kinds:
         raise CheckpointError(f"config.json: layer_types with {sorted(kinds)} is not supported")
 

@@ -68,7 +68,7 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
     if not isinstance(section, dict):
         raise CheckpointError(f"config.json: {name} must be an object, got {section!r}")
     kind = section.get("rope_type", section.get("type", "default"))
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise CheckpointError(f"config.json: {name}.rope_type {kind!r} is not supported")
     for key, value in section.items():
         if key not in _KEYS[kind] | _COMMON and value is not None:

@@ -15,6 +15,7 @@ from kernels.linear.dense import CpuHalf, Dense
 from kernels.linear.exact import ExactTiles
 from kernels.linear.reference import Dequantise, linear_reference
 from kernels.linear.weights import LinearFn, Weights, linear_key
+from kernels.pack.dense_linear import DenseLinear
 from kernels.pack.packed_linear import PackedLinear
 from kernels.spec.op import OpKey, OpSpec
 from kernels.spec.registry import Verdict, choose, explain
@@ -91,9 +92,7 @@ def prepare_linear(weights: Weights, policy: LinearPolicy) -> Linear:
         return Linear(None, EXACT.prepare(weights, torch.float32), 0, n)
     key = linear_key(weights, policy.dtype, policy.device, exact=False)
     if not isinstance(weights, PackedLinear):
-        backend = policy.dense or DENSE
-        dtype = policy.dense_dtype if policy.dense else policy.dtype
-        return Linear(None, backend.prepare(weights, dtype), 0, n)
+        return Linear(None, _prepare_dense(weights, policy), 0, n)
     packed = choose(PACKED_BACKENDS, key)
     if policy.dense is None:
         return Linear(packed.prepare(weights, policy.dtype), None, 0, n)
@@ -102,6 +101,13 @@ def prepare_linear(weights: Weights, policy: LinearPolicy) -> Linear:
         # A dense copy beats making one on every call, whatever the number of rows.
         return Linear(None, dense, 0, n)
     return Linear(packed.prepare(weights, policy.dtype), dense, policy.few_rows, n)
+
+
+def _prepare_dense(weights: DenseLinear, policy: LinearPolicy) -> LinearFn:
+    """fp32 weights stay fp32 on a CPU: whoever published them so is not rounded behind his back."""
+    if policy.dense is None or weights.weight.dtype == torch.float32:
+        return DENSE.prepare(weights, policy.dtype)
+    return policy.dense.prepare(weights, policy.dense_dtype)
 
 
 def explain_linear(weights: Weights, policy: LinearPolicy) -> tuple[Verdict, ...]:

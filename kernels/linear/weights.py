@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -39,3 +41,16 @@ def linear_key(weights: Weights, dtype: torch.dtype, device: torch.device, exact
 def dense_weight(weights: Weights) -> torch.Tensor:
     """[N, K]: fp32 from packed codes, else the tensor as it is."""
     return dequantise(weights) if isinstance(weights, PackedLinear) else weights.weight
+
+
+AnyWeights = TypeVar("AnyWeights", PackedLinear, DenseLinear)
+
+
+def moved(weights: AnyWeights, device: torch.device) -> AnyWeights:
+    """The same layer with every tensor on `device`."""
+    tensors = {
+        field.name: value.to(device)
+        for field in dataclasses.fields(weights)
+        if isinstance(value := getattr(weights, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(weights, **tensors)

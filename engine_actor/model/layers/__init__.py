@@ -1,0 +1,1 @@
+"""The parts every family is built of."""

@@ -1,0 +1,61 @@
+"""The attention half of a decoder layer: project, rotate, store, attend, project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine_actor import ops
+from engine_actor.model.config import ModelConfig
+from engine_actor.model.layers.linear import Projection
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What all layers of one forward share. cos, sin [T, 1, head_dim]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    write: ops.WritePlan
+    attend: ops.AttentionPlan
+
+
+class Attention:
+    """x [T, hidden], normed -> what is to be added to the residual, [T, hidden]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        op_set: ops.OpSet,
+        qkv: Projection,
+        o: Projection,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+    ) -> None:
+        self._ops = op_set
+        self._qkv = qkv
+        self._o = o
+        self._q_norm = q_norm
+        self._k_norm = k_norm
+        self._heads = config.n_heads
+        self._rotated = config.n_heads + config.n_kv_heads
+        self._shape = (self._rotated + config.n_kv_heads, config.head_dim)
+        self._eps = config.rms_eps
+        self._scale = config.head_dim**-0.5
+
+    def __call__(self, x: torch.Tensor, kv: torch.Tensor, step: StepTensors) -> torch.Tensor:
+        heads = self._qkv(x).view(-1, *self._shape)
+        if self._q_norm is not None and self._k_norm is not None:
+            heads = self._normed(heads, self._q_norm, self._k_norm)
+        heads = self._ops.rows.rotate(heads, step.cos, step.sin, self._rotated)
+        ops.write_kv(kv, heads[:, self._heads :], step.write)
+        q = heads[:, : self._heads].to(kv.dtype)
+        return self._o(self._ops.attention(q, kv, step.attend, self._scale))
+
+    def _normed(
+        self, heads: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
+    ) -> torch.Tensor:
+        q = self._ops.rows.rms_norm(heads[:, : self._heads], q_norm, self._eps)
+        k = self._ops.rows.rms_norm(heads[:, self._heads : self._rotated], k_norm, self._eps)
+        return torch.cat((q, k, heads[:, self._rotated :]), dim=1)

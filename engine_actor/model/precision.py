@@ -1,0 +1,82 @@
+"""Which dtype and which linear backends a model runs with on a device: one pure choice at load.
+
+fast, CPU: residual and activations fp32, packed weights through the int4 kernel for few rows (it
+rounds its input to bf16), a dense copy for many. fast, GPU: the published half type throughout.
+exact: fp32 and batch-invariant ops on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine_actor import ops
+from engine_actor.model.config import ModelConfig
+from engine_actor.model.kv_store import KV_DTYPES
+from engine_actor.model.memory import free_bytes
+
+AUTO_COPY_LIMIT = 1 << 30
+"""Largest dense copy that nobody asked for, bytes."""
+AUTO_COPY_SHARE = 4
+"""It may take one part in so many of the free memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The choice. hidden_dtype: of the residual stream. linears, head: how to prepare them."""
+
+    device: torch.device
+    hidden_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    linears: ops.LinearPolicy
+    head: ops.LinearPolicy
+
+
+def parameters(config: ModelConfig) -> int:
+    """Weights in the linears of all layers (not embedding and head)."""
+    qkv = config.hidden * config.head_dim * (config.n_heads + 2 * config.n_kv_heads)
+    o = config.hidden * config.head_dim * config.n_heads
+    return config.n_layers * (qkv + o + 3 * config.hidden * config.intermediate)
+
+
+def compute_dtype(config: ModelConfig, device: torch.device, numerics: str) -> torch.dtype:
+    """dtype of activations between the linears."""
+    if numerics == "exact" or device.type == "cpu":
+        return torch.float32
+    published = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+    return published.get(config.dtype, torch.float32)
+
+
+def resolve_kv_dtype(
+    config: ModelConfig, device: torch.device, numerics: str, kv_dtype: str
+) -> torch.dtype:
+    """"auto" is the compute dtype. Raises ValueError for exact numerics with less than fp32."""
+    if kv_dtype == "auto":
+        return compute_dtype(config, device, numerics)
+    chosen = KV_DTYPES[kv_dtype]
+    if numerics == "exact" and chosen != torch.float32:
+        raise ValueError(f"numerics: exact needs kv.dtype fp32 or auto, got {kv_dtype}")
+    return chosen
+
+
+def choose_precision(
+    config: ModelConfig, device: torch.device, numerics: str, kv_dtype: str, dense_copy: str
+) -> Precision:
+    """See build_runner for the arguments."""
+    dtype = compute_dtype(config, device, numerics)
+    kv = resolve_kv_dtype(config, device, numerics, kv_dtype)
+    if numerics == "exact":
+        exact = ops.LinearPolicy(device, torch.float32, exact=True)
+        return Precision(device, dtype, kv, exact, exact)
+    plain = ops.LinearPolicy(device, dtype)
+    if device.type != "cpu":
+        return Precision(device, dtype, kv, plain, plain)
+    dense = replace(plain, dense=ops.CPU_HALF if ops.half_is_available() else ops.DENSE)
+    wanted = dense_copy == "on" or (dense_copy == "auto" and _copy_is_cheap(config))
+    return Precision(device, dtype, kv, dense if wanted else plain, dense)
+
+
+def _copy_is_cheap(config: ModelConfig) -> bool:
+    size = 2 * parameters(config)
+    return size < min(AUTO_COPY_LIMIT, free_bytes(torch.device("cpu")) // AUTO_COPY_SHARE)
