@@ -1,108 +1,146 @@
-"""ModelRunner: a causal model over paged KV, as the works see it (runner_protocol.Runner).
+"""From weights by canonical name to a ModelRunner: precisions chosen, every layer prepared.
 
-Knows tensors and layers; knows no request, no scheduler, no checkpoint file.
+Takes the weights one after the other, so that a checkpoint larger than the memory left for a second
+copy can be streamed through.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 
 from engine_actor import ops
+from engine_actor.errors import CheckpointError
 from engine_actor.model.config import ModelConfig
-from engine_actor.model.decoder import Decoder
+from engine_actor.model.decoder import Decoder, DecoderLayer, build_layer
 from engine_actor.model.kv_store import KVStore
-from engine_actor.model.layers.attention import StepTensors
 from engine_actor.model.layers.embed import Embedding
-from engine_actor.model.layers.rope import Rotary
-from engine_actor.work.inputs import BatchInputs
+from engine_actor.model.precision import Precision, choose_precision
+from engine_actor.model.forward import ModelRunner
 
-PLANS_KEPT = 4
-"""Batches whose plan is remembered: a prefill run in layer ranges alternates with decodes."""
+__all__ = ["ModelRunner", "Weight", "build_runner"]
+
+Weight = torch.Tensor | ops.DenseLinear | ops.PackedLinear
+LINEARS = frozenset({"qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down"})
+NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm"})
 
 
-class ModelRunner:
-    """Forward passes of one model on one device. Thread-bound: one engine loop calls it."""
+class _Parts:
+    """Prepared weights as they come in."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        embedding: Embedding,
-        decoder: Decoder,
-        head: ops.Linear,
-        kv: KVStore,
-        device: torch.device,
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, config: ModelConfig, precision: Precision, vocab_size: int) -> None:
         self.config = config
-        self.n_layers = config.n_layers
+        self.precision = precision
         self.vocab_size = vocab_size
-        self.device = device
-        self.kv = kv
-        self._embedding = embedding
-        self._decoder = decoder
-        self._head = head
-        self._rotary = Rotary(config, device)
-        self._plans: list[tuple[BatchInputs, StepTensors]] = []
+        self.linears: list[dict[str, ops.Linear]] = [{} for _ in range(config.n_layers)]
+        self.norms: list[dict[str, torch.Tensor]] = [{} for _ in range(config.n_layers)]
+        self.norm: torch.Tensor | None = None
+        self.embedding: Embedding | None = None
+        self.head: ops.Linear | None = None
 
-    @torch.inference_mode()
-    def embed(self, inputs: BatchInputs) -> torch.Tensor:
-        """Hidden states [T, hidden] before layer 0."""
-        return self._embedding(inputs.ids)
+    def take(self, name: str, weight: Weight) -> None:
+        """Prepare one weight. Raises CheckpointError on a name that no model has."""
+        weight = to_device(weight, self.precision.device)
+        if name == "norm":
+            self.norm = _norm(name, weight)
+        elif name == "embed":
+            self._take_embedding(weight)
+        elif name == "head":
+            self.head = self._prepare_head(weight)
+        else:
+            self._take_layer_weight(name, weight)
 
-    @torch.inference_mode()
-    def run_layers(
-        self, hidden: torch.Tensor, inputs: BatchInputs, first: int, last: int
-    ) -> torch.Tensor:
-        """Apply layers first..last-1, writing their KV. Returns the new [T, hidden]; `hidden`
-        itself is unchanged, so a failed call can be repeated.
-        """
-        return self._decoder.run(hidden, self.kv.layers, self._plan(inputs), first, last)
+    def _take_layer_weight(self, name: str, weight: Weight) -> None:
+        parts = name.split(".")
+        known = len(parts) == 3 and parts[0] == "layers" and parts[1].isdigit()
+        if not known or int(parts[1]) >= self.config.n_layers or parts[2] not in LINEARS | NORMS:
+            raise CheckpointError(f"weight {name} belongs to no part of the model")
+        index, leaf = int(parts[1]), parts[2]
+        if leaf in NORMS:
+            self.norms[index][leaf] = _norm(name, weight)
+        else:
+            self.linears[index][leaf] = ops.prepare_linear(
+                _linear(name, weight), self.precision.linears
+            )
 
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [R, vocab_size] of the given rows of hidden."""
-        # All rows wanted is the rule in decode; there is nothing to select then.
-        chosen = hidden if rows.shape[0] == hidden.shape[0] else hidden.index_select(0, rows)
-        return self._head(self._decoder.normed(chosen)).float()[:, : self.vocab_size]
+    def _take_embedding(self, weight: Weight) -> None:
+        self.embedding = Embedding(weight, self.precision.hidden_dtype)
+        if self.config.tie_embeddings:
+            self.head = self._prepare_head(weight)
 
-    def resize_kv(self, n_blocks: int) -> None:
-        """Grow or shrink the KV tensors to n_blocks, keeping the blocks that stay."""
-        with torch.inference_mode():
-            self.kv.resize(n_blocks)
-        self._plans.clear()
+    def _prepare_head(self, weight: Weight) -> ops.Linear:
+        """Rows above the vocabulary are padding; they are cut before any work is done on them."""
+        linear = _linear("head", weight)
+        if isinstance(linear, ops.PackedLinear):
+            cut: ops.DenseLinear | ops.PackedLinear = ops.slice_rows(linear, 0, self.vocab_size)
+        else:
+            bias = None if linear.bias is None else linear.bias[: self.vocab_size]
+            cut = ops.DenseLinear(linear.weight[: self.vocab_size], bias)
+        return ops.prepare_linear(cut, self.precision.head)
 
-    def kv_checksum(self, blocks: tuple[int, ...]) -> int:
-        """A checksum of the named blocks' bytes."""
-        return self.kv.checksum(blocks)
-
-    def _plan(self, inputs: BatchInputs) -> StepTensors:
-        for known, plan in self._plans:
-            if known is inputs:
-                return plan
-        plan = self._make_plan(inputs)
-        self._plans = [(inputs, plan), *self._plans[: PLANS_KEPT - 1]]
-        return plan
-
-    def _make_plan(self, inputs: BatchInputs) -> StepTensors:
-        self._rotary.reach(max(inputs.kv_lens))
-        cos, sin = self._rotary.at(inputs.positions, torch.float32)
-        attend = ops.plan_attention(
-            inputs.q_lens,
-            inputs.kv_lens,
-            inputs.block_lists,
-            inputs.block_tokens,
-            self.device,
-            self.config.sliding_window,
-        )
-        return StepTensors(cos, sin, ops.plan_write(inputs.slots, _host_slots(inputs)), attend)
+    def layers(self, op_set: ops.OpSet) -> list[DecoderLayer]:
+        """All layers. Raises CheckpointError naming the first weight that never came."""
+        built = []
+        for index, (linears, norms) in enumerate(zip(self.linears, self.norms, strict=True)):
+            try:
+                built.append(build_layer(self.config, op_set, linears, norms))
+            except KeyError as missing:
+                raise CheckpointError(f"layers.{index}.{missing.args[0]} is missing") from None
+        return built
 
 
-def _host_slots(inputs: BatchInputs) -> list[int]:
-    """inputs.slots from its host copies, so that a GPU is not made to wait."""
-    slots = []
-    size = inputs.block_tokens
-    for q_len, kv_len, blocks in zip(
-        inputs.q_lens, inputs.kv_lens, inputs.block_lists, strict=True
-    ):
-        slots += [blocks[p // size] * size + p % size for p in range(kv_len - q_len, kv_len)]
-    return slots
+@torch.inference_mode()
+def build_runner(
+    config: ModelConfig,
+    weights: Mapping[str, Weight] | Iterable[tuple[str, Weight]],
+    *,
+    device: torch.device | str = "cpu",
+    numerics: str = "fast",
+    kv_dtype: str = "auto",
+    block_tokens: int = 16,
+    dense_prefill_copy: str = "auto",
+    used_vocab: int | None = None,
+) -> ModelRunner:
+    """A runner with an empty KV cache; call resize_kv before the first forward.
+
+    weights: canonical names, as a mapping or as pairs one after the other. numerics: "fast" or
+    "exact". kv_dtype: "auto", "fp32", "fp16" or "bf16". dense_prefill_copy: "auto", "on" or "off".
+    used_vocab: ids the tokenizer can name; those above are padding and never leave the head.
+    Raises CheckpointError naming a weight that is missing or belongs nowhere, ValueError for
+    options that contradict each other.
+    """
+    vocab_size = min(config.vocab_size, used_vocab or config.vocab_size)
+    precision = choose_precision(
+        config, torch.device(device), numerics, kv_dtype, dense_prefill_copy
+    )
+    parts = _Parts(config, precision, vocab_size)
+    for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
+        parts.take(name, weight)
+    op_set = ops.op_set(precision.linears.exact)
+    layers = parts.layers(op_set)
+    if parts.norm is None or parts.embedding is None or parts.head is None:
+        absent = [n for n in ("norm", "head") if getattr(parts, n) is None]
+        raise CheckpointError(f"{(['embed'] if parts.embedding is None else absent)[0]} is missing")
+    decoder = Decoder(config, op_set, layers, parts.norm)
+    kv = KVStore(config, precision.kv_dtype, block_tokens, precision.device)
+    return ModelRunner(
+        config, parts.embedding, decoder, parts.head, kv, precision.device, vocab_size
+    )
+
+
+def to_device(weight: Weight, device: torch.device) -> Weight:
+    """The same weight with all its tensors on `device`."""
+    if isinstance(weight, torch.Tensor):
+        return weight.to(device)
+    return ops.moved(weight, device)
+
+
+def _norm(name: str, weight: Weight) -> torch.Tensor:
+    if not isinstance(weight, torch.Tensor):
+        raise CheckpointError(f"{name} must be a vector")
+    return weight.float()
+
+
+def _linear(name: str, weight: Weight) -> ops.DenseLinear | ops.PackedLinear:
+    return ops.DenseLinear(weight) if isinstance(weight, torch.Tensor) else weight

@@ -13,9 +13,8 @@ import torch
 import transformers
 
 from engine_actor import ops
-from engine_actor.model.build import build_runner
+from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.config import ModelConfig
-from engine_actor.model.runner import ModelRunner
 from engine_actor.work.inputs import BatchInputs
 
 BLOCK = 4
@@ -55,7 +54,11 @@ def oracle(family: str, seed: int = 0, **changes: object) -> transformers.PreTra
 
 def hf_dict(model: transformers.PreTrainedModel) -> dict[str, object]:
     """config.json as transformers would save it."""
-    return {**model.config.to_diff_dict(), **model.config.to_dict(), "architectures": [type(model).__name__]}
+    return {
+        **model.config.to_diff_dict(),
+        **model.config.to_dict(),
+        "architectures": [type(model).__name__],
+    }
 
 
 def canonical(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor | ops.DenseLinear]:
@@ -125,7 +128,9 @@ def batch(parts: Sequence[Part], block: int = BLOCK) -> BatchInputs:
     )
 
 
-def forward(runner: ModelRunner, inputs: BatchInputs, rows: torch.Tensor | None = None) -> torch.Tensor:
+def forward(
+    runner: ModelRunner, inputs: BatchInputs, rows: torch.Tensor | None = None
+) -> torch.Tensor:
     """Logits [R, vocab] of one whole forward; default: the last row of each sequence."""
     hidden = runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers)
     return runner.logits(hidden, inputs.logit_rows if rows is None else rows)
