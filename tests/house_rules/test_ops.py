@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
-from tests.house_rules.sources import ROOT, cuda_files, imported_modules, relative
+from tests.house_rules.sources import ROOT, cuda_files, imported_modules, relative, tree_of
 
 FAMILIES = ("linear", "attention", "kv", "elementwise", "sampling")
 # Written with their first op; a folder with Python files must hold all of it.
@@ -25,9 +27,21 @@ def test_the_first_families_are_there():
     assert {"linear", "attention", "kv", "elementwise"} <= set(PRESENT)
 
 
+def _twins(family: str) -> list[str]:
+    """What of the family is written to be obviously right: functions named `*_reference`, and the
+    batch-invariant fp32 backend."""
+    found = []
+    for path in (ROOT / "kernels" / family).glob("*.py"):
+        names = [n.name for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef)]
+        found += [name for name in names if name.endswith(("_reference", "_exact"))]
+    return found
+
+
 @pytest.mark.parametrize("family", PRESENT)
-def test_every_family_has_a_reference(family):
-    assert (ROOT / "kernels" / family / "reference.py").exists()
+def test_every_family_has_a_twin_in_torch(family):
+    modules = {path.stem for path in (ROOT / "kernels" / family).glob("[!_]*.py")}
+    # A family with op.py alone has one way to compute, plain torch: it is its own twin.
+    assert modules == {"op"} or _twins(family) != []
 
 
 @pytest.mark.parametrize("family", PRESENT)
