@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from configs.schema import EngineConfig, KVConfig
@@ -38,9 +39,8 @@ from engine_actor.work.inputs import BatchInputs
 from engine_actor.work.streams import Pair
 
 _EMPTY = -1
-_SPREAD = 0x9E3779B97F4A7C15 - 2**64
-"""Golden-ratio multiplier as a signed 64-bit value; int64 products wrap, which is what we want."""
-_KEEP = 2**62 - 1
+_SPREAD = 0x9E3779B97F4A7C15
+"""Golden-ratio multiplier: mixes the sum of a prefix's terms, modulo 2^64."""
 
 
 class HashRunner:
@@ -63,8 +63,8 @@ class HashRunner:
         self.before_logits: Callable[[int], None] = lambda rows: None
         self.launches = 0
         self.max_blocks: int | None = None
-        self._ids = torch.full((n_layers, 0), _EMPTY)
-        self._positions = torch.full((n_layers, 0), _EMPTY)
+        self._ids = np.full((n_layers, 0), _EMPTY)
+        self._positions = np.full((n_layers, 0), _EMPTY)
         self._made: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     def embed(self, inputs: BatchInputs) -> torch.Tensor:
@@ -77,12 +77,13 @@ class HashRunner:
         if first == 0:
             self.before_layers(inputs)
         assert bool((hidden[:, 1] == first).all()), "layers out of order"
-        for layer in range(first, last):
-            self._ids[layer, inputs.slots] = inputs.ids
-            self._positions[layer, inputs.slots] = inputs.positions
+        slots, ids = inputs.slots.numpy(), inputs.ids.numpy()
+        self._ids[first:last, slots] = ids
+        self._positions[first:last, slots] = inputs.positions.numpy()
         hidden = torch.stack((hidden[:, 0], torch.full_like(hidden[:, 1], last)), dim=1)
         if last == self.n_layers:
-            hidden[:, 0] = torch.cat([self._next(inputs, row) for row in range(len(inputs.q_lens))])
+            rows = [self._next(inputs, row) for row in range(len(inputs.q_lens))]
+            hidden[:, 0] = torch.tensor([token for row in rows for token in row])
         return self._track(hidden)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -99,15 +100,14 @@ class HashRunner:
         n_slots = n_blocks * self.block_tokens
         for name in ("_ids", "_positions"):
             old = getattr(self, name)
-            new = torch.full((self.n_layers, n_slots), _EMPTY)
+            new = np.full((self.n_layers, n_slots), _EMPTY)
             kept = min(n_slots, old.shape[1])
             new[:, :kept] = old[:, :kept]
             setattr(self, name, new)
 
     def kv_checksum(self, blocks: tuple[int, ...]) -> int:
         slots = _slots_of(blocks, self.block_tokens)
-        parts = (self._ids[:, slots], self._positions[:, slots])
-        return zlib.crc32(b"".join(part.contiguous().numpy().tobytes() for part in parts))
+        return zlib.crc32(self._ids[:, slots].tobytes() + self._positions[:, slots].tobytes())
 
     def live_bytes(self) -> int:
         """Bytes of hidden states and logits that somebody still holds."""
@@ -116,28 +116,28 @@ class HashRunner:
     def expected(self, prompt: Sequence[int], n: int) -> list[int]:
         """The n tokens that must follow `prompt`, whatever the engine does."""
         tokens = list(prompt)
+        total = sum(map(_term, tokens, range(len(tokens))))
         for _ in range(n):
-            tokens.append(self._choose(torch.tensor(tokens), len(prompt))[-1])
+            token = self._choose(tokens, [total])[0]
+            total += _term(token, len(tokens))
+            tokens.append(token)
         return tokens[len(prompt) :]
 
-    def _next(self, inputs: BatchInputs, row: int) -> torch.Tensor:
+    def _next(self, inputs: BatchInputs, row: int) -> list[int]:
+        """The tokens after each new position of one sequence, from what its blocks hold."""
         kv_len, q_len = inputs.kv_lens[row], inputs.q_lens[row]
         slots = _slots_of(inputs.block_lists[row], self.block_tokens)[:kv_len]
-        want = torch.arange(kv_len)
-        for layer in range(self.n_layers):
-            assert torch.equal(self._positions[layer, slots], want), "KV of a wrong position"
-        assert torch.equal(self._ids[0, slots], self._ids[-1, slots]), "layers disagree"
-        return torch.tensor(self._choose(self._ids[0, slots], kv_len - q_len + 1))
+        positions = np.arange(kv_len)
+        assert (self._positions[:, slots] == positions).all(), "KV of a wrong position"
+        ids = self._ids[:, slots]
+        assert (ids == ids[0]).all(), "layers disagree"
+        terms = (ids[0] + 17).astype(np.uint64) * (2 * positions + 1).astype(np.uint64)
+        return self._choose(ids[0].tolist(), terms.cumsum()[kv_len - q_len :].tolist())
 
-    def _choose(self, prefix: torch.Tensor, first: int) -> list[int]:
-        """The next token after each prefix of length first, first + 1, ..., len(prefix)."""
-        weights = (torch.arange(len(prefix)) * 2 + 1) * _SPREAD
-        sums = ((prefix + 17) * weights).cumsum(0)[first - 1 :]
-        mixed = sums * _SPREAD
-        tokens = ((mixed >> 33) & _KEEP) % self.vocab_size
-        if self.eos is not None:
-            tokens = torch.where(tokens == self.eos, (tokens + 1) % self.vocab_size, tokens)
-        return tokens.tolist()
+    def _choose(self, prefix: list[int], totals: list[int]) -> list[int]:
+        """The next token after each of the last len(totals) prefixes, from their sums of terms."""
+        tokens = [(total * _SPREAD % 2**64 >> 33) % self.vocab_size for total in totals]
+        return [(t + 1) % self.vocab_size if t == self.eos else t for t in tokens]
 
     def _track(self, tensor: torch.Tensor) -> torch.Tensor:
         self._made.add(tensor)
@@ -157,11 +157,11 @@ class ScriptedRunner(HashRunner):
         super().__init__(vocab_size, eos=eos, **more)
         self.scripts = {tuple(prompt): tuple(script) for prompt, script in scripts.items()}
 
-    def _choose(self, prefix: torch.Tensor, first: int) -> list[int]:
-        tokens, hashed = tuple(prefix.tolist()), super()._choose(prefix, first)
+    def _choose(self, prefix: list[int], totals: list[int]) -> list[int]:
+        first = len(prefix) - len(totals) + 1
         return [
-            self._scripted(tokens[:length], hashed[length - first])
-            for length in range(first, len(tokens) + 1)
+            self._scripted(tuple(prefix[: first + index]), hashed)
+            for index, hashed in enumerate(super()._choose(prefix, totals))
         ]
 
     def _scripted(self, prefix: tuple[int, ...], hashed: int) -> int:
@@ -172,9 +172,14 @@ class ScriptedRunner(HashRunner):
         return hashed
 
 
-def _slots_of(blocks: Sequence[int], block_tokens: int) -> torch.Tensor:
-    starts = torch.tensor(blocks, dtype=torch.int64) * block_tokens
-    return (starts[:, None] + torch.arange(block_tokens)).reshape(-1)
+def _term(token: int, position: int) -> int:
+    """What one token adds to the hash of its prefix."""
+    return (token + 17) * (2 * position + 1)
+
+
+def _slots_of(blocks: Sequence[int], block_tokens: int) -> np.ndarray:
+    starts = np.array(blocks, dtype=np.int64) * block_tokens
+    return (starts[:, None] + np.arange(block_tokens)).reshape(-1)
 
 
 def make_facts(runner: HashRunner, kv_blocks: int = 64, **more: Any) -> EngineFacts:
