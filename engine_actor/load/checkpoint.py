@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_actor.errors import CheckpointError
 from engine_actor.load.formats import dense, native
 from engine_actor.load.formats.base import Entry, Weight
-from engine_actor.load.refusal import read_json_object, refusal
+from engine_actor.load.refusal import one_line, read_json_object, refusal
 from engine_actor.load.shards import ShardSet
 from engine_actor.model.config import ModelConfig
 
@@ -106,7 +107,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     generation = read_json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
     section = raw.pop(native.SECTION, None)
     format_name = _format_of(section)
-    config = ModelConfig.from_hf(raw, generation)
+    try:
+        config = ModelConfig.from_hf(raw, generation)
+    except CheckpointError as error:
+        # Its keys and values are the file's own words: make them printable.
+        raise CheckpointError(one_line(str(error))) from None
     shards = ShardSet.open(folder)
     if format_name == "packed":
         entries = native.plan(config, shards, section)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs import load
 from engine_actor.errors import CheckpointError
 from engine_actor.load.lock import exclusive
 from engine_actor.load.progress import ConsoleProgress, Progress, silent
@@ -31,8 +32,8 @@ MANIFEST = "prepared.json"
 
 
 def default_cache_dir() -> Path:
-    """Where the demo is kept if nobody says otherwise."""
-    return Path.home() / ".cache" / "deepinfer-sm86"
+    """Where the demo is kept if nobody says otherwise (DEEPINFER_CACHE_DIR moves it)."""
+    return load.cache_dir()
 
 
 def prepare_demo(

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.demo_fixture import demo_folder
+from tests.demo_fixture import demo_folder, demo_gguf
 
-__all__ = ["demo_folder"]
+__all__ = ["demo_folder", "demo_gguf"]
