@@ -49,7 +49,13 @@ class Choice:
         """The finish reason once the text has ended."""
         self._job = job
         self._index = child.index
-        self._text = TextStream(tokenizer, prompt.ids, job.stops, include_stop=job.include_stop)
+        self._text = TextStream(
+            tokenizer,
+            prompt.ids,
+            job.stops,
+            include_stop=job.include_stop,
+            min_tokens=child.sampling.min_tokens,
+        )
         self._echo = Echo(prompt, job.logprobs is not None, tokenizer) if job.echo else None
         self._base = len(prompt.text) if job.echo else 0
         self._n_text = 0
@@ -82,24 +88,26 @@ class Choice:
         return mean(self._ranked)
 
     def _add_tokens(self, part: Part) -> str:
-        """New text. Token by token only where a stop string or an offset depends on it."""
+        """New text. Token by token only where a logprob's offset depends on it."""
         tokens = part.tokens
         if part.flag is Flag.STOP and part.stop_token is not None and tokens:
             tokens = tokens[:-1]  # its text is never shown; _end counts it
-        if not (self._job.stops or self._scored):
-            self.n_tokens += len(tokens)
-            return self._text.add(tokens).text if tokens else ""
+        if not self._scored:
+            return self._add_text(tokens) if tokens else ""
         pieces: list[str] = []
-        for position, token in enumerate(tokens):
-            self.n_tokens += 1
-            if self._scored:
-                self._hold(token, part.logprobs[position])
-            delta = self._text.add([token])
-            pieces.append(delta.text)
-            if delta.stopped is not None:
-                self.finished = "stop"
+        for token, scored in zip(tokens, part.logprobs[: len(tokens)], strict=True):
+            self._hold(token, scored)
+            pieces.append(self._add_text((token,)))
+            if self.finished is not None:
                 break
         return "".join(pieces)
+
+    def _add_text(self, tokens: Sequence[int]) -> str:
+        delta = self._text.add(tokens)
+        self.n_tokens += delta.consumed
+        if delta.stopped is not None:
+            self.finished = "stop"
+        return delta.text
 
     def _end(self, part: Part) -> str:
         """The engine ended this sequence: what was held back, and why it ended."""

@@ -60,7 +60,8 @@ class Receiver:
         self._capacity = capacity
         self._pending: dict[int, Part] = {}
         self._n_pending = 0
-        self._accepted = False
+        self._unheard = set(rids)
+        """Sequences of which there is no sign yet that the engine took them; empty = accepted."""
         self._failure: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -81,19 +82,25 @@ class Receiver:
 
     def accept(self) -> None:
         """The engine has all sequences."""
-        self._accepted = True
+        self._unheard.clear()
         self._wake()
 
     def fail(self, code: str) -> None:
         """End the request with an error; the first one stands."""
         if self._failure is None:
             self._failure = ApiError(code)
-            if not self._accepted:
+            if self._unheard:
                 self._pending.clear()
             self._wake()
 
     def push(self, rid: int, tokens: tuple[int, ...], flag: Flag, extra: Extra | None) -> bool:
-        """Add one batch's share of one sequence. False where the reader is too far behind."""
+        """Add one batch's share of one sequence. False where the reader is too far behind.
+
+        A batch may overtake the answer to the post, and a short sequence may end before it: what
+        makes tokens was accepted.
+        """
+        if self._unheard:
+            self._unheard.discard(rid)
         part = self._pending.get(rid)
         if part is None:
             part = self._pending[rid] = Part()
@@ -103,7 +110,7 @@ class Receiver:
         return self._n_pending <= self._capacity
 
     def _readable(self) -> bool:
-        return self._failure is not None or (self._accepted and bool(self._pending))
+        return self._failure is not None or (not self._unheard and bool(self._pending))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._readable():

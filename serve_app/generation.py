@@ -7,7 +7,7 @@ answer, made from the same deltas, so that both are the same text. Knows no HTTP
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from serve_app.choice import Choice, TextTokenizer
 from serve_app.demux import Part, Receiver
@@ -51,7 +51,9 @@ class Generation:
         self.public_id = format_public_id(prefix, link.client, rids)
         self._wants_usage = job.include_usage or not job.stream
 
-    async def deltas(self, at_most_s: float | None = None) -> AsyncIterator[list[ChoiceDelta]]:
+    async def deltas(
+        self, at_most_s: float | None = None
+    ) -> AsyncGenerator[list[ChoiceDelta], None]:
         """What is new, batch by batch; an empty list after each `at_most_s` seconds of silence.
 
         Raises ApiError: as it is after the first delta, `before_first_byte()` is for the caller.

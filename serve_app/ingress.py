@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -9,7 +12,6 @@ from starlette.exceptions import HTTPException
 from configs.schema import HttpConfig
 from engine_actor.core.metrics import Metrics
 from serve_app import __version__
-from serve_app.chat import ChatTemplateError
 from serve_app.engine_link import EngineLink
 from serve_app.guard import Guard
 from serve_app.http_body import error_response
@@ -29,11 +31,27 @@ def build_api(
     facts: Facts | None = None,
     http: HttpConfig | None = None,
     metrics: Metrics | None = None,
+    run_link: bool = False,
 ) -> FastAPI:
-    """The whole API over one engine link. The caller starts and stops the link."""
+    """The whole API over one engine link. With `run_link` the link lives as long as the app does
+    (ASGI lifespan), else the caller starts and stops it.
+    """
     metrics = metrics or ingress_metrics()
-    intake = Intake(link, tokenizer, facts or Facts(), http or HttpConfig(), ChatTemplateError)
-    app = FastAPI(title="DeepInfer-SM86", version=__version__, redirect_slashes=False)
+    intake = Intake(link, tokenizer, facts or Facts(), http or HttpConfig())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if run_link:
+            link.start()
+        try:
+            yield
+        finally:
+            if run_link:
+                await link.stop()
+
+    app = FastAPI(
+        title="DeepInfer-SM86", version=__version__, redirect_slashes=False, lifespan=lifespan
+    )
     app.state.intake = intake
     add_generation_routes(app, intake, metrics)
     add_model_routes(app, intake)

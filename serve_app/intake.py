@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from configs.schema import HttpConfig
+from engine_actor.core.params import InvalidParam
+from serve_app.chat import ChatTokenizer, chat_prompt
 from serve_app.choice import TextTokenizer
 from serve_app.engine_link import EngineLink
 from serve_app.generation import Generation
@@ -33,14 +35,10 @@ R = TypeVar("R", bound=SharedRequest)
 T = TypeVar("T")
 
 
-class ServingTokenizer(TextTokenizer, Protocol):
+class ServingTokenizer(TextTokenizer, ChatTokenizer, Protocol):
     """What the ingress needs of `engine_actor.load.tokenizer.Tokenizer`."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Accepted:
 
 
 class Intake:
-    """The way in. `template_error`: what the tokenizer raises for messages it cannot render."""
+    """The way in: one per ingress."""
 
     def __init__(
         self,
@@ -74,13 +72,11 @@ class Intake:
         tokenizer: ServingTokenizer,
         facts: Facts,
         http: HttpConfig,
-        template_error: type[Exception],
     ) -> None:
         self.link = link
         self.tokenizer = tokenizer
         self.http = http
         self.facts = facts
-        self._template_error = template_error
 
     async def accept(
         self,
@@ -159,18 +155,18 @@ class Intake:
 
     async def encode_messages(self, messages: list[Message]) -> EncodedPrompt:
         """Messages through the tokenizer's own template. Raises ApiError naming `messages`."""
-        turns = [message.for_template() for message in messages]
+        turns = [message.model_dump(exclude_none=True) for message in messages]
 
         def render() -> EncodedPrompt:
-            text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+            text = chat_prompt(self.tokenizer, turns)
             # The template writes the special tokens itself.
             ids = self.tokenizer.encode(text, add_special_tokens=False)
             return EncodedPrompt(tuple(ids), text)
 
         try:
-            prompt = await _off_loop(sum(len(turn["content"]) for turn in turns), render)
-        except self._template_error as error:
-            raise ApiError("invalid_value", f"messages: {error}", "messages") from None
+            prompt = await _off_loop(sum(len(message.content) for message in messages), render)
+        except InvalidParam as error:
+            raise ApiError("invalid_value", str(error), "messages") from None
         if not prompt.ids:
             raise ApiError("invalid_value", "messages: the prompt is empty", "messages")
         return prompt

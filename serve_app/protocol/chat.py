@@ -24,26 +24,13 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn. Content as a string or as text parts, which are joined."""
+    """One turn. Content as a string or as text parts."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
-
-    def text(self) -> str:
-        """The content as one string."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-    def for_template(self) -> dict[str, str]:
-        """What a chat template reads. `developer` is OpenAI's newer word for `system`, which is
-        the one that templates know.
-        """
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.text()}
 
 
 class ChatRequest(SharedRequest):

@@ -129,12 +129,6 @@ def test_bad_messages_name_messages(messages: Any) -> None:
     assert refused({"messages": messages}, ChatRequest)[1] == "messages"
 
 
-def test_text_parts_are_joined_and_developer_is_system() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    request = parse_model(ChatRequest, {"messages": [{"role": "developer", "content": parts}]})
-    assert request.messages[0].for_template() == {"role": "system", "content": "ab"}
-
-
 @pytest.mark.parametrize(
     ("raw", "code", "param"),
     [
@@ -181,7 +175,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)), json_values))
 def test_any_json_is_taken_or_refused_with_a_known_code(body: dict[str, Any]) -> None:
     """Whatever comes, the answer is a request or a 400 that can be encoded; never anything else."""

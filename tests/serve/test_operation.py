@@ -1,0 +1,96 @@
+"""Health, metrics, status, models and cancel by id. F-28, F-30 to F-33."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_actor.messages import Cancel
+from tests.serve.conftest import ApiMaker
+from tests.serve.doubles import PieceTokenizer
+from tests.serve.wire import AsgiCall, events
+
+pytestmark = pytest.mark.anyio
+
+TOKENIZER = PieceTokenizer()
+
+
+async def test_health_follows_the_engine(make_api: ApiMaker) -> None:
+    """F-30."""
+    api = await make_api(TOKENIZER, lambda submit: [120])
+    for path in ("/health", "/health/ready", "/health/live"):
+        assert (await api.client.get(path)).status_code == 200
+    api.link.draining = True
+    for path in ("/health", "/health/ready"):
+        response = await api.client.get(path)
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert "draining" in response.json()["error"]["message"]
+    assert (await api.client.get("/health/live")).status_code == 200
+    assert (await api.complete()).status_code == 503
+
+
+async def test_metrics_hold_the_engine_s_and_the_ingress_s(make_api: ApiMaker) -> None:
+    """F-31."""
+    api = await make_api(TOKENIZER, lambda submit: [120])
+    await api.complete()
+    await api.complete(n=0)
+    page = await api.client.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "prefill_steps_total 3" in page.text
+    assert 'http_requests_total{route="/v1/completions",status="200"} 1' in page.text
+    assert 'http_requests_total{route="/v1/completions",status="400"} 1' in page.text
+    assert "ingress_live_sequences 0" in page.text
+
+
+async def test_status_is_the_engine_s_with_the_ingress_s_beside(make_api: ApiMaker) -> None:
+    """F-33."""
+    api = await make_api(TOKENIZER, lambda submit: [120])
+    body = (await api.client.get("/v1/status")).json()
+    assert body["prefill_decode_overlap"] is True
+    assert body["ingress"]["client"] == api.link.client
+    assert body["ingress"]["live_sequences"] == 0
+
+
+async def test_models(make_api: ApiMaker) -> None:
+    """F-28."""
+    api = await make_api(TOKENIZER, lambda submit: [120], facts={"created": 7, "meta": {"bits": 4}})
+    card = (await api.client.get("/v1/models")).json()["data"][0]
+    assert card["id"] == "m"
+    assert card["created"] == 7
+    assert card["max_model_len"] == 512
+    assert card["meta"] == {"vocab_size": TOKENIZER.vocab_size, "kv_tokens": 1024, "bits": 4}
+
+
+async def test_cancel_by_id_ends_every_child(make_api: ApiMaker) -> None:
+    """F-32: after the first byte the stream ends with an error object and [DONE]."""
+    api = await make_api(TOKENIZER, lambda submit: [120] * 300, auto=False)
+    call = AsgiCall(api.app, "/v1/completions", {"prompt": "a", "n": 2, "stream": True})
+    while len(api.service.running) < 2:
+        await api.link.status()
+    api.service.tick()
+    first = events(await call.take_event())
+    response = await api.client.post(f"/v1/requests/{first[0]['id']}/cancel")
+    assert response.json()["status"] == "cancelling"
+    *_, error, done = events(await call.rest())
+    assert error["error"]["code"] == "cancelled"
+    assert done == "[DONE]"
+    assert not api.service.running
+    again = await api.client.post(f"/v1/requests/{first[0]['id']}/cancel")
+    assert again.status_code == 404
+
+
+async def test_cancel_passes_on_what_another_ingress_owns(make_api: ApiMaker) -> None:
+    api = await make_api(TOKENIZER, lambda submit: [120])
+    response = await api.client.post("/v1/requests/cmpl-other-a-2/cancel")
+    assert response.status_code == 200
+    await api.complete()
+    cancels = [m for m in api.service.received if isinstance(m, Cancel)]
+    assert cancels == [Cancel(10, "admin", "other"), Cancel(11, "admin", "other")]
+
+
+@pytest.mark.parametrize("name", ["x", "cmpl-a-1", "cmpl-a-1-0", "cmpl-a-1-fffffff", "%F0%9F"])
+async def test_ids_that_nobody_gave_out(make_api: ApiMaker, name: str) -> None:
+    api = await make_api(TOKENIZER, lambda submit: [120])
+    response = await api.client.post(f"/v1/requests/{name}/cancel")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "request_not_found"
