@@ -2,8 +2,10 @@
 
 Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and
 config.json. Uses `tokenizers` and sandboxed jinja2 only: no torch, no transformers, so that an
-ingress process stays small. Spaces before punctuation are never "cleaned up" as transformers may do
-for old models: text once sent could not be taken back.
+ingress process stays small. Which special tokens a prompt gets is the word of tokenizer.json's
+post-processor alone (the config's `add_bos_token` is passed over, as in transformers 5). Spaces
+before punctuation are never "cleaned up", as transformers may do for old models: text once sent
+could not be taken back.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import processors
 
 from engine_actor.load.chat_template import ChatTemplate
 from engine_actor.load.chat_template import ChatTemplateError as ChatTemplateError
@@ -65,7 +66,6 @@ class Tokenizer:
             raise refusal(path, f"cannot be read ({error})") from None
         config = _optional_json(folder / "tokenizer_config.json")
         named = _named_tokens(folder, config)
-        _set_bos_and_eos(raw, config, named)
         template = _template_source(folder, config)
         return cls(
             raw,
@@ -137,29 +137,6 @@ def _named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             found[name] = value
     return found
-
-
-def _set_bos_and_eos(
-    raw: RawTokenizer, config: Mapping[str, Any], named: Mapping[str, str]
-) -> None:
-    """`add_bos_token` and `add_eos_token`, where given, replace what tokenizer.json adds."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    used: dict[str, tuple[str, int]] = {}
-    for name in ("bos_token", "eos_token"):
-        if not config.get(f"add_{name}") or name not in named:
-            continue
-        index = raw.token_to_id(named[name])
-        if index is None:
-            raise refusal("tokenizer_config.json", f"{name} {named[name]!r} is not a token")
-        used[name] = (named[name], index)
-    first = [f"{used['bos_token'][0]}:0"] if "bos_token" in used else []
-    last = [f"{used['eos_token'][0]}:0"] if "eos_token" in used else []
-    raw.post_processor = processors.TemplateProcessing(
-        single=[*first, "$A:0", *last],
-        pair=[*first, "$A:0", *last, "$B:1"],
-        special_tokens=list(dict.fromkeys(used.values())),
-    )
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
