@@ -61,13 +61,16 @@ def _start(seq: Sequence, depth: int, roster: Roster, kv: KVManager, now: float)
 def _is_computed_elsewhere(
     seq: Sequence, depth: int, prefilling: list[Sequence], kv: KVManager
 ) -> bool:
-    """True where the first block that `seq` lacks and could share is being computed right now."""
+    """True where the first block that `seq` lacks and could share is being computed right now, by
+    one that is served before it: an urgent request does not wait for an idle one's prefill.
+    """
     if depth >= kv.shareable_blocks(seq):
         return False
     digest = seq.block_hashes[depth]
     end = (depth + 1) * kv.block_tokens
     return any(
-        other.n_computed < end
+        other.rank < seq.rank
+        and other.n_computed < end
         and len(other.block_hashes) > depth
         and other.block_hashes[depth] == digest
         for other in prefilling

@@ -18,7 +18,7 @@ Digest = Callable[[bytes, Sequence[int]], bytes]
 
 def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Digest of a block and all before it: 16 bytes over the parent's digest and the token ids."""
-    return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 def root_digest(salt: str) -> bytes:

@@ -18,8 +18,8 @@ LARGEST = 12
 
 
 def weak_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Eight digests in all: collisions everywhere."""
-    return bytes([chain_digest(parent, tokens)[0] % 8])
+    """Two digests for all blocks of two tokens, blind to what stands before them."""
+    return bytes([sum(tokens) % 2])
 
 
 class KVMachine(RuleBasedStateMachine):
@@ -145,6 +145,6 @@ class CollidingKVMachine(KVMachine):
 
 
 TestKVMachine = KVMachine.TestCase
-TestKVMachine.settings = settings(max_examples=80, stateful_step_count=40)
+TestKVMachine.settings = settings(max_examples=50, stateful_step_count=40)
 TestCollidingKVMachine = CollidingKVMachine.TestCase
-TestCollidingKVMachine.settings = settings(max_examples=80, stateful_step_count=40)
+TestCollidingKVMachine.settings = settings(max_examples=50, stateful_step_count=40)

@@ -102,9 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([None, 1, 2, 8]),
         chunk=st.sampled_from([None, 1, 5, 32]),
     )
-    def limit(
-        self, kv_fraction: float | None, max_num_seqs: int | None, chunk: int | None
-    ) -> None:
+    def limit(self, kv_fraction: float | None, max_num_seqs: int | None, chunk: int | None) -> None:
         self.engine.scheduler.limit(kv_fraction, max_num_seqs, chunk)
         self.engine.scheduler.check()
 
@@ -150,4 +148,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=40)

@@ -169,9 +169,9 @@ def test_prompt_logprobs_are_not_asked_for_of_output_tokens() -> None:
         engine.step()
     engine.evict(1, requeue=True)
     plan = engine.step()
-    assert [(c.start, c.end, c.prompt_logprobs) for c in plan.prefill] == [
-        (0, 19, None)
-    ], "rows that are reported stay in chunks of their own"
+    assert [(c.start, c.end, c.prompt_logprobs) for c in plan.prefill] == [(0, 19, None)], (
+        "rows that are reported stay in chunks of their own"
+    )
     plan = engine.step()
     assert [(c.start, c.end, c.prompt_logprobs) for c in plan.prefill] == [(19, 23, None)]
     engine.run()

@@ -70,6 +70,15 @@ def test_the_wait_ends_with_the_prefill_that_is_waited_for() -> None:
     engine.run()
 
 
+def test_an_urgent_request_does_not_wait_for_the_prefill_of_a_patient_one() -> None:
+    engine = SchedulerHarness(chunk=16)
+    engine.add(1, [*SYSTEM, 1], priority=1)
+    engine.step()
+    urgent = engine.add(2, [*SYSTEM, 2], priority=0)
+    assert [chunk.key for chunk in engine.step().prefill] == [urgent.key]
+    engine.run()
+
+
 def test_without_a_prefix_cache_nobody_waits() -> None:
     engine = SchedulerHarness(chunk=16, prefix_cache=False)
     for rid in range(3):
