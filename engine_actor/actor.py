@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 
-@ray.remote(
+@ray.remote(  # type: ignore[call-overload]
     max_restarts=0,
     max_task_retries=0,
     concurrency_groups={"ctl": 64, "events": 64, "admin": 8},

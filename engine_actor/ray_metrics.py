@@ -27,14 +27,15 @@ SKIPPED_SUFFIX = "_bucket"
 class Gauge(Protocol):
     """`ray.util.metrics.Gauge`, as far as it is used here."""
 
-    def set(self, value: float, tags: dict[str, str] | None = None) -> None: ...
+    def set(self, value: float, tags: dict[str, str]) -> None: ...
 
 
 def ray_gauge(name: str, tag_keys: tuple[str, ...]) -> Gauge:
     """A gauge of Ray's."""
     from ray.util.metrics import Gauge as RayGauge
 
-    return RayGauge(name, description=f"deepinfer-sm86: {name}", tag_keys=tag_keys)
+    gauge: Gauge = RayGauge(name, description=f"deepinfer-sm86: {name}", tag_keys=tag_keys)
+    return gauge
 
 
 def parse_sample(sample: str) -> tuple[str, dict[str, str]]:

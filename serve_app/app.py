@@ -52,7 +52,7 @@ def _application(verified: Verified, placement: Placement) -> serve.Application:
         meta={"weights": verified.weights, "device": placement.device},
     )
     live = max_live_sequences(args)
-    deployment = Ingress.options(
+    deployment = Ingress.options(  # type: ignore[attr-defined]
         num_replicas=len(names),
         max_ongoing_requests=live + HEADROOM,
         max_queued_requests=live + HEADROOM,

@@ -7,6 +7,7 @@ A client of a running cluster: `python -m serve_app.drain --address HOST:PORT --
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from typing import Any
@@ -29,6 +30,8 @@ def drain(seconds: float, app_name: str = APP_NAME) -> int:
 
     Polls: Serve offers no event for the end of a request.
     """
+    if app_name not in serve.status().applications:
+        return 0  # not deployed yet, or gone already
     handle = serve.get_app_handle(app_name)
     deadline = time.monotonic() + seconds
     left = open_requests(handle)
@@ -47,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--address", default="auto", help="the cluster; auto: the local one")
     parser.add_argument("--seconds", type=float, default=60.0, help="longest wait")
     options = parser.parse_args(arguments)
-    ray.init(address=options.address, namespace="serve", log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address=options.address, namespace="serve", log_to_driver=False, logging_level=logging.ERROR
+    )
     left = drain(options.seconds)
     print(f"drained, {left} cut" if left else "drained", flush=True)
     return 3 if left else 0

@@ -79,15 +79,14 @@ class Server:
             self._clean_up()
 
     def _until_over(self) -> int:
-        is_ready = is_stopping = False
+        is_stopping = False
         while True:
             event = self._events.get()
             if event == "ready" and not is_stopping:
-                is_ready = True
                 self._say_ready()
             elif event == "signal" and not is_stopping:
                 is_stopping = True
-                self._begin_stop(is_ready)
+                self._begin_stop()
             elif event == "signal":
                 say("cutting open streams")
                 return CUT_EXIT
@@ -106,14 +105,14 @@ class Server:
                     say(f"serve run ended by itself (exit code {self._process.returncode})")
                 return 0 if is_stopping else 1
 
-    def _begin_stop(self, is_ready: bool) -> None:
-        if not is_ready:
+    def _begin_stop(self) -> None:
+        address = cluster_address(self._process.pid)
+        if address is None:
             say("stopping")
             self._events.put("drained")
             return
         seconds = self._plan["drain_s"]
         say(f"draining: no new requests, open streams have {seconds:g} s (again: cut them)")
-        address = cluster_address(self._process.pid)
         command = [self._python, "-m", "serve_app.drain", "--seconds", str(seconds)]
         self._drain = subprocess.Popen(
             [*command, "--address", address],
@@ -188,6 +187,8 @@ def server_environment(python: Path, settings: dict[str, str]) -> dict[str, str]
     """
     variables = environment(settings)
     variables.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray's own default for a local cluster, said aloud, so that our drain finds the token as well.
+    variables.setdefault("RAY_AUTH_MODE", "token")
     variables["PATH"] = f"{python.parent}:{variables.get('PATH', '')}"
     variables["PYTHONPATH"] = ":".join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))
     variables["PYTHONUNBUFFERED"] = "1"
@@ -197,15 +198,12 @@ def server_environment(python: Path, settings: dict[str, str]) -> dict[str, str]
     return variables
 
 
-def cluster_address(session: int) -> str:
-    """The address of the Ray cluster of this session, so that another on the same machine is never
-    meant; "auto" where the operating system does not tell.
+def cluster_address(session: int) -> str | None:
+    """The address of the Ray cluster of this session, so that another one on the same machine is
+    never meant; None where it has not come up yet.
     """
-    for process in session_members(session):
-        match = GCS.search(process.command)
-        if match:
-            return match[1]
-    return "auto"
+    found = (GCS.search(process.command) for process in session_members(session))
+    return next((match[1] for match in found if match), None)
 
 
 def get_json(url: str) -> Any:

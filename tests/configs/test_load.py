@@ -1,0 +1,109 @@
+"""configs.load: precedence, overrides by environment, errors of one line that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from configs.load import (
+    ConfigError,
+    app_args,
+    application,
+    cache_dir,
+    environment_overrides,
+    merged,
+    read_serve_config,
+)
+from configs.schema import AppArgs
+
+
+def test_the_environment_wins_over_the_file_and_the_file_over_the_default():
+    values = {"engine": {"max_num_seqs": 4, "kv": {"block_tokens": 8}}}
+    args = app_args(values, {"DEEPINFER_ENGINE__MAX_NUM_SEQS": "7"})
+    assert args.engine.max_num_seqs == 7
+    assert args.engine.kv.block_tokens == 8
+    assert args.engine.max_queue == AppArgs().engine.max_queue
+
+
+def test_overrides_reach_any_depth_and_keep_their_type():
+    variables = {
+        "DEEPINFER_ENGINE__KV__BUDGET_MB": "512",
+        "DEEPINFER_ENGINE__KV__PREFIX_CACHE": "false",
+        "DEEPINFER_MODEL__PATH": "/models/x",
+        "DEEPINFER_MODEL__REVISION": '"123"',
+        "DEEPINFER_CACHE_DIR": "/cache",
+        "PATH": "/bin",
+    }
+    assert environment_overrides(variables) == {
+        "engine": {"kv": {"budget_mb": 512, "prefix_cache": False}},
+        "model": {"path": "/models/x", "revision": "123"},
+    }
+
+
+def test_an_unknown_override_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"^engine\.max_sequences: .*$"):
+        app_args({}, {"DEEPINFER_ENGINE__MAX_SEQUENCES": "4"})
+
+
+def test_an_error_is_one_line_that_names_key_and_value():
+    with pytest.raises(ConfigError) as caught:
+        app_args({"engine": {"max_num_seqs": 0, "kv": {"block_tokens": "many"}}}, {})
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "engine.max_num_seqs" in message
+    assert "(got 0)" in message
+    assert "engine.kv.block_tokens" in message
+
+
+def test_app_args_of_app_args_is_the_same():
+    args = AppArgs.model_validate({"engine": {"max_num_seqs": 3}})
+    assert app_args(args, {}) == args
+
+
+def test_merged_changes_neither_side():
+    base, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}
+    assert merged(base, over) == {"a": {"b": 3, "c": 2}}
+    assert (base, over) == ({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
+
+
+def test_the_cache_folder_can_be_moved():
+    assert cache_dir({"DEEPINFER_CACHE_DIR": "/elsewhere"}) == Path("/elsewhere")
+    assert cache_dir({}) == Path.home() / ".cache" / "deepinfer-sm86"
+
+
+def test_the_shipped_serve_config_is_valid_for_serve_and_for_us(project_root):
+    document = read_serve_config(project_root / "serve_config.yaml")
+    ours = application(document)
+    assert ours["import_path"] == "serve_app.app:build"
+    args = app_args(ours["args"], {})
+    assert args.model.path == "demo"
+    assert (
+        args == AppArgs()
+    )  # the file only repeats defaults, so that it can be edited line by line
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [", "serve.yaml"),
+        ("just text", "no `applications`"),
+        ("applications: []", "no `applications`"),
+    ],
+)
+def test_what_is_no_serve_configuration_is_one_line(tmp_path, text, why):
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why) as caught:
+        read_serve_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
+        read_serve_config(tmp_path / "absent.yaml")
+
+
+def test_another_application_is_not_ours():
+    with pytest.raises(ConfigError, match="default"):
+        application({"applications": [{"name": "other"}]})
