@@ -35,10 +35,18 @@ class FaultPlan:
     """Rules with the number of times each may still fire."""
 
     def __init__(self, rules: Iterable[FaultRule] = ()) -> None:
-        self._armed = [
-            _Armed(rule, None if rule.times == "always" else rule.times) for rule in rules
-        ]
+        self._armed: list[_Armed] = []
+        for rule in rules:
+            self.add(rule)
         self.fired = 0
+
+    def add(self, rule: FaultRule) -> None:
+        """Arm one more rule, in the middle of a drill."""
+        self._armed.append(_Armed(rule, None if rule.times == "always" else rule.times))
+
+    def clear(self) -> None:
+        """Disarm everything."""
+        self._armed.clear()
 
     def __bool__(self) -> bool:
         return bool(self._armed)

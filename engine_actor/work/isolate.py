@@ -145,15 +145,15 @@ class Isolation:
             tries += 1
             lone = size == 1 and tries > LONE_TRIES
             if lone or (piece.error is not None and not is_out_of_memory(piece.error)):
-                self._give_up(tally, piece)
+                self._give_up(tally, failed, piece.error)
                 return
             size = max(1, size // 2)
 
     @staticmethod
-    def _give_up(tally: Tally, failed: Work) -> None:
+    def _give_up(tally: Tally, failed: Work, error: BaseException | None = None) -> None:
         (key,) = failed.keys
-        error = failed.error or RuntimeError("failed without an error")
-        tally.casualties.append(Casualty(key, error, failed.blocks_needed))
+        cause = error or failed.error or RuntimeError("failed without an error")
+        tally.casualties.append(Casualty(key, cause, failed.blocks_needed))
 
     @staticmethod
     def _count(tally: Tally, work: Work) -> None:
