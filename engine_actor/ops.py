@@ -26,26 +26,34 @@ from kernels.linear.op import (  # noqa: E402
     Linear,
     LinearBackend,
     LinearPolicy,
+    explain_linear,
     prepare_linear,
 )
 from kernels.linear.weights import moved  # noqa: E402
 from kernels.pack.dense_linear import DenseLinear  # noqa: E402
 from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
 from kernels.pack.packed_linear import PackedLinear  # noqa: E402
+from kernels.spec.device import DeviceInfo, cuda_devices, device_info  # noqa: E402
+from kernels.spec.registry import Verdict  # noqa: E402
 
 __all__ = [
     "CPU_HALF",
     "DENSE",
     "AttentionPlan",
     "DenseLinear",
+    "DeviceInfo",
     "Linear",
     "LinearBackend",
     "LinearPolicy",
     "OpSet",
     "PackedLinear",
     "RowOps",
+    "Verdict",
     "WritePlan",
+    "cuda_devices",
     "dequantise",
+    "device_info",
+    "explain_linear",
     "gather_rows",
     "half_is_available",
     "moved",

@@ -142,10 +142,23 @@ def _folders(locations: Iterable[str] | None) -> list[Path]:
 
 def choice_findings(args: AppArgs) -> list[Finding]:
     """The device and the backends that a server with this configuration would use, with reasons."""
-    from engine_actor.capabilities import describe_choices
+    from configs.load import ConfigError, cache_dir
+    from engine_actor import capabilities
+    from engine_actor.errors import CheckpointError
+    from serve_app.placement import installed_torch_cuda, place
 
-    lines = describe_choices(args.engine)
-    return [Finding("choice", line) for line in lines]
+    try:
+        placement = place(args.engine, capabilities.usable_gpus(), installed_torch_cuda())
+        found = [Finding("choice", f"device {placement.device}: {placement.why}")]
+        found.append(Finding("choice", capabilities.describe_device(placement.device)))
+        checkpoint = capabilities.checkpoint_on_disk(args.model.path, cache_dir())
+    except (ConfigError, CheckpointError) as error:
+        return [Finding("choice", str(error), "problem")]
+    if checkpoint is None:
+        text = f"model {args.model.path} is not on this machine yet; the first start fetches it"
+        return [*found, Finding("choice", text, "note")]
+    lines = capabilities.describe_choices(args.engine, placement.device, checkpoint)
+    return found + [Finding("choice", line) for line in lines]
 
 
 def nvidia_driver() -> str | None:

@@ -20,7 +20,7 @@ ATTACH_S = 30.0
 
 @asynccontextmanager
 async def local_face(
-    args: AppArgs, service: Any, tokenizer: ServingTokenizer, template_error: type[Exception]
+    args: AppArgs, service: Any, tokenizer: ServingTokenizer
 ) -> AsyncIterator[PythonFace]:
     """A PythonFace over a service in this process; the link ends with the block, the service stays.
 
@@ -35,7 +35,7 @@ async def local_face(
     try:
         if not await link.wait_ready(ATTACH_S):
             raise RuntimeError("the engine does not answer")
-        yield PythonFace(Intake(link, tokenizer, Facts(), args.http, template_error))
+        yield PythonFace(Intake(link, tokenizer, Facts(), args.http))
     finally:
         await link.stop()
 
@@ -45,7 +45,7 @@ async def generate_locally(
 ) -> None:
     """Load the model, stream one answer into `write`, close. Raises ApiError, CheckpointError."""
     from engine_actor.load.progress import ConsoleProgress
-    from engine_actor.load.tokenizer import ChatTemplateError, Tokenizer
+    from engine_actor.load.tokenizer import Tokenizer
     from engine_actor.build import build_service
     from serve_app.preflight import verify
 
@@ -53,7 +53,7 @@ async def generate_locally(
     service = build_service(args.model_dump(mode="json"), name="local")
     try:
         tokenizer = Tokenizer.from_folder(verified.folder)
-        async with local_face(args, service, tokenizer, ChatTemplateError) as face:
+        async with local_face(args, service, tokenizer) as face:
             async for chunk in face.stream(body):
                 for choice in chunk["choices"]:
                     write(choice.get("text") or choice.get("delta", {}).get("content") or "")

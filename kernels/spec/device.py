@@ -36,3 +36,8 @@ def device_info(device: torch.device) -> DeviceInfo:
             multiprocessors=found.multi_processor_count,
         )
     raise ValueError(f"no kernels for device {device.type!r}; there are cpu and cuda")
+
+
+def cuda_devices() -> int:
+    """How many CUDA devices torch can use here; 0 without a driver or with a CPU build."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,93 @@
+"""What an engine would choose here and why, for people: device, dtypes, a backend for each case.
+
+Reads a checkpoint's headers at most; loads no weight and downloads nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from configs.schema import EngineConfig
+from engine_actor import ops
+from engine_actor.load.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from engine_actor.load.demo import FOLDER
+from engine_actor.load.source import DEMO
+from engine_actor.model.precision import Precision, choose_precision
+
+MIB = 1 << 20
+
+
+def usable_gpus() -> int:
+    """CUDA devices that torch can use in this process."""
+    return ops.cuda_devices()
+
+
+def describe_device(device: str) -> str:
+    """One line on the device."""
+    info = ops.device_info(torch.device(device))
+    if info.kind == "cpu":
+        threads = torch.get_num_threads()
+        return f"CPU with {info.capability}, {threads} threads, torch {torch.__version__}"
+    name = f"{info.name}, sm_{info.sm}, {info.multiprocessors} multiprocessors"
+    return f"{name}, torch {torch.__version__}"
+
+
+def checkpoint_on_disk(path: str, cache_dir: Path) -> Checkpoint | None:
+    """The checkpoint that `path` means, if it is here already. Raises CheckpointError where the
+    folder is here and is none.
+    """
+    folder = cache_dir / FOLDER if path == DEMO else Path(path).expanduser()
+    here = (folder / CONFIG).is_file() if path == DEMO else folder.is_dir()
+    return open_checkpoint(folder) if here else None
+
+
+def describe_choices(engine: EngineConfig, device: str, checkpoint: Checkpoint) -> list[str]:
+    """Dtypes, and which linear backend runs for which rows; refusals with their reasons."""
+    precision = choose_precision(
+        checkpoint.config,
+        torch.device(device),
+        engine.numerics,
+        engine.kv.dtype,
+        engine.dense_prefill_copy,
+    )
+    bits, group, _ = checkpoint.quantisation.kinds[0]
+    return [
+        f"weights: {checkpoint.quantisation}, {checkpoint.nbytes / MIB:.0f} MiB",
+        f"numerics {engine.numerics}: activations {_name(precision.hidden_dtype)}, "
+        f"KV {_name(precision.kv_dtype)}",
+        *_linear_lines(checkpoint, precision, bits, group),
+    ]
+
+
+def _linear_lines(checkpoint: Checkpoint, precision: Precision, bits: int, group: int) -> list[str]:
+    """The largest linear of a layer stands for all: they differ in size only."""
+    config, policy = checkpoint.config, precision.linears
+    n, k = 2 * config.intermediate, config.hidden
+    weights = _shape_only(n, k, bits, group)
+    if policy.exact:
+        heading = "linears, any number of rows: exact.tiles"
+    elif bits and policy.dense is not None:
+        heading = f"linears, more than {policy.few_rows} rows: {policy.dense.name}; fewer: first of"
+    else:
+        heading = "linears: first of"
+    return [f"{heading} (N {n}, K {k}, {bits or 'no'} bits)"] + [
+        f"  {verdict.backend}: {verdict.refusal or 'fits'}"
+        for verdict in ops.explain_linear(weights, policy)
+        if policy.exact or verdict.backend != "exact.tiles"
+    ]
+
+
+def _shape_only(n: int, k: int, bits: int, group: int) -> ops.PackedLinear | ops.DenseLinear:
+    """A linear without memory, to ask the backends about."""
+    if not bits:
+        return ops.DenseLinear(torch.empty(n, k, device="meta"), None)
+    groups = -(-k // (group if group > 0 else k))
+    codes = torch.empty(n, -(-k * bits // 8), dtype=torch.uint8, device="meta")
+    scales = torch.empty(n, groups, dtype=torch.float16, device="meta")
+    return ops.PackedLinear(bits, group, k, codes, scales)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
