@@ -18,7 +18,7 @@ _MAX_HELD = 3
 characters at the end can belong to a character that another token completes."""
 
 _CONTEXT_KEEP = 4
-_CONTEXT_TRIM_AT = 24
+_CONTEXT_TRIM_AT = 16
 _CONTEXT_LIMIT = 256
 
 

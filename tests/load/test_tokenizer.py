@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as Raw
 from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
+from engine_actor.core.detok import IncrementalDetokenizer
 from engine_actor.errors import CheckpointError
 from engine_actor.load.tokenizer import ChatTemplateError, Tokenizer
 from tests.doubles.chat_templates import CONVERSATIONS, QWEN_STYLE, TEMPLATES
@@ -221,6 +223,32 @@ def test_bad_files_are_refused_in_one_line(
         Tokenizer.from_folder(folder)
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_the_demo_model_decodes_token_by_token(demo_folder: Path) -> None:
+    """B-04: 500 random texts and 200 random id lists of the real SmolLM2 tokenizer."""
+    tokenizer = Tokenizer.from_folder(demo_folder)
+    oracle = PreTrainedTokenizerFast.from_pretrained(demo_folder)
+    draw = random.Random(4)
+    words = [word for line in CORPUS for word in line.split(" ")]
+    lists = [[draw.randrange(tokenizer.vocab_size) for _ in range(30)] for _ in range(200)]
+    for _ in range(500):
+        text = draw.choice(["", " ", "\n"]).join(draw.choices(words, k=draw.randrange(12)))
+        lists.append(tokenizer.encode(text))
+        assert lists[-1] == oracle.encode(text)
+        assert tokenizer.decode(lists[-1]) == text
+    for ids in lists:
+        stream = IncrementalDetokenizer(tokenizer.decode)
+        streamed = "".join([stream.add([token]) for token in ids])
+        assert (streamed + stream.flush()).rstrip("\ufffd") == tokenizer.decode(ids).rstrip(
+            "\ufffd"
+        )
+    assert tokenizer.eos_ids == (2,)
+    messages = CONVERSATIONS[2]
+    assert tokenizer.apply_chat_template(messages) == oracle.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_special_tokens_are_named(tmp_path: Path) -> None:
