@@ -1,0 +1,195 @@
+"""From configuration to a running engine: checkpoint, device, memory plan, runner, warm-up, thread.
+
+The one place that knows both the loader and the engine. Called once per process, before anything
+is served; every refusal is a CheckpointError of one line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from configs import load
+from configs.schema import AppArgs, EngineConfig, ModelSource
+from engine_actor import ops
+from engine_actor.core.budget import blocks_for_bytes
+from engine_actor.core.plan import DecodeSlot, PrefillChunk
+from engine_actor.engine import Engine
+from engine_actor.errors import CheckpointError
+from engine_actor.facts import EngineFacts
+from engine_actor.load.checkpoint import Checkpoint, open_checkpoint
+from engine_actor.load.progress import Progress, silent
+from engine_actor.load.source import resolve
+from engine_actor.model.config import ModelConfig
+from engine_actor.model.kv_store import kv_bytes_per_block
+from engine_actor.model.memory import MIB, free_bytes, plan_memory
+from engine_actor.model.runner import ModelRunner, build_runner
+from engine_actor.model.sampler import Sampler
+from engine_actor.service import EngineService
+from engine_actor.threads import physical_cores
+from engine_actor.work.inputs import build_decode, build_prefill
+
+if TYPE_CHECKING:
+    from engine_actor.load.tokenizer import Tokenizer
+
+LOGGER = logging.getLogger(__name__)
+FIRST_KV_BYTES = 32 * MIB
+"""KV memory taken at the start; it grows with use."""
+HEAD_ROWS = 256
+
+
+def build_service(
+    app_args: Mapping[str, Any] | AppArgs,
+    name: str = "engine-0",
+    on_fatal: Callable[[BaseException], None] = lambda error: None,
+    progress: Progress = silent,
+) -> EngineService:
+    """Load, warm up, start the thread. Returns when requests can be served.
+
+    Raises CheckpointError; pydantic's ValidationError for bad arguments.
+    """
+    args = AppArgs.model_validate(app_args)
+    source = args.model
+    folder = resolve(source.path, load.cache_dir(), source.revision, progress)
+    return EngineService(build_engine(args, folder, name), on_fatal)
+
+
+def load_tokenizer(source: ModelSource, progress: Progress = silent) -> Tokenizer:
+    """The tokenizer of a model. Raises CheckpointError."""
+    from engine_actor.load.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(resolve(source.path, load.cache_dir(), source.revision, progress))
+
+
+def build_engine(args: AppArgs, folder: Path, name: str = "engine-0") -> Engine:
+    """An engine without a thread around the checkpoint in `folder`. Raises CheckpointError."""
+    config = args.engine
+    device = choose_device(config.device)
+    if device.type == "cpu":
+        torch.set_num_threads(config.cpu_threads or physical_cores())
+    checkpoint = open_checkpoint(folder)
+    max_model_len = context_length(args.model, checkpoint)
+    runner = _load_runner(checkpoint, config, device)
+    facts = _facts(args, checkpoint, runner, max_model_len, name)
+    sampler = Sampler(runner.vocab_size)
+    engine = Engine(config, facts, runner, sampler)
+    warm_up(runner, config)
+    LOGGER.info("%s serves %s (%s) on %s", name, facts.model, facts.weights, facts.device)
+    return engine
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto` is the GPU where torch can use one. Raises CheckpointError where cuda is asked for
+    and not there."""
+    has_gpu = ops.cuda_devices() > 0
+    if wanted == "cuda" and not has_gpu:
+        raise CheckpointError("engine.device: cuda is asked for, torch finds no CUDA device here")
+    return torch.device("cuda" if wanted != "cpu" and has_gpu else "cpu")
+
+
+def context_length(source: ModelSource, checkpoint: Checkpoint) -> int:
+    """Tokens of the context: as asked for, at most the checkpoint's. Raises CheckpointError."""
+    asked, most = source.max_model_len, checkpoint.max_model_len
+    if asked is not None and asked > most:
+        raise CheckpointError(f"model.max_model_len: {asked} is more than the checkpoint's {most}")
+    return asked or most
+
+
+def served_name(source: ModelSource) -> str:
+    """The name in /v1/models: as configured, else a Hub id or `demo` as it is, a folder's last
+    part."""
+    if source.served_name:
+        return source.served_name
+    folder = Path(source.path).expanduser()
+    return folder.resolve().name if folder.is_dir() else source.path
+
+
+def activation_bytes(model: ModelConfig, config: EngineConfig, vocab_size: int) -> int:
+    """Peak of one step beside weights and KV: the widest layer of a full chunk, and the head's
+    fp32 logits with the sampler's copies."""
+    rows = max(config.prefill_chunk_tokens, config.max_num_seqs)
+    width = 4 * model.hidden + 3 * model.intermediate + 2 * model.n_heads * model.head_dim
+    logits = max(HEAD_ROWS, config.max_num_seqs) * vocab_size * 4 * 3
+    return rows * width * 4 + logits
+
+
+def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
+    """Run one chunk and one decode, so that no request pays for lazy set-up. Nobody owns the block
+    it writes: every position of it is written again before it is read."""
+    block_tokens = config.kv.block_tokens
+    rows = min(block_tokens, config.prefill_chunk_tokens)
+    chunk = PrefillChunk(("", 0), 0, rows, (0,) * rows, (0,), samples=True)
+    slot = DecodeSlot(("", 0), 0, 0, (0,), 0)
+    for inputs in (
+        build_prefill([chunk], block_tokens, runner.device),
+        build_decode([slot], block_tokens, runner.device),
+    ):
+        hidden = runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers)
+        runner.logits(hidden, inputs.logit_rows).argmax(dim=-1).tolist()
+
+
+def _load_runner(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> ModelRunner:
+    try:
+        return build_runner(
+            checkpoint.config,
+            checkpoint.weights(),
+            device=device,
+            numerics=config.numerics,
+            kv_dtype=config.kv.dtype,
+            block_tokens=config.kv.block_tokens,
+            dense_prefill_copy=config.dense_prefill_copy,
+            used_vocab=checkpoint.usable_vocab_size(),
+        )
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _facts(
+    args: AppArgs, checkpoint: Checkpoint, runner: ModelRunner, max_model_len: int, name: str
+) -> EngineFacts:
+    config, model = args.engine, checkpoint.config
+    block_bytes = kv_bytes_per_block(model, runner.kv.dtype, config.kv.block_tokens)
+    blocks = kv_blocks(args, model, runner, block_bytes, max_model_len)
+    return EngineFacts(
+        name=name,
+        model=served_name(args.model),
+        vocab_size=runner.vocab_size,
+        max_model_len=max_model_len,
+        kv_blocks=blocks,
+        kv_first_blocks=max(1, min(blocks, FIRST_KV_BYTES // block_bytes)),
+        kv_block_bytes=block_bytes,
+        kv_dtype=str(runner.kv.dtype).removeprefix("torch."),
+        weight_bytes=checkpoint.nbytes,
+        device=str(runner.device),
+        family=model.family,
+        weights=str(checkpoint.quantisation),
+        numerics=config.numerics,
+        fingerprint=checkpoint.fingerprint,
+        eos_token_ids=tuple(sorted(checkpoint.eos_token_ids)),
+    )
+
+
+def kv_blocks(
+    args: AppArgs, model: ModelConfig, runner: ModelRunner, block_bytes: int, max_model_len: int
+) -> int:
+    """Most KV blocks: the budget's, at most what every sequence could fill. Raises CheckpointError
+    where not even one block fits."""
+    config = args.engine
+    budget = None if config.kv.budget_mb == "auto" else config.kv.budget_mb * MIB
+    plan = plan_memory(
+        runner.device,
+        reserve=config.reserve_memory_mb * MIB,
+        activations=activation_bytes(model, config, runner.vocab_size),
+        budget=budget,
+    )
+    LOGGER.info("memory: %s", plan)
+    useful = config.max_num_seqs * -(-max_model_len // config.kv.block_tokens)
+    try:
+        return min(useful, blocks_for_bytes(plan.kv, block_bytes))
+    except ValueError as error:
+        free = free_bytes(runner.device) // MIB
+        raise CheckpointError(f"no memory for the KV pool: {error} ({free} MiB free)") from None
