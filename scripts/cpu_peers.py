@@ -11,10 +11,12 @@ import random
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from sse_client import StreamRecord
 
 LLAMA_PACKAGES = ("node-llama-cpp@3.21.1", "@node-llama-cpp/linux-x64@3.21.1")
 PROMPT_TOKENS = 16
@@ -84,6 +86,19 @@ class OurEngine:
         while not any(event.rid == rid and event.tokens for event in self._step()):
             pass
         return tokens / (time.perf_counter() - started)
+
+    def stream(
+        self, prompt_tokens: int, max_tokens: int, clock: Callable[[], float]
+    ) -> StreamRecord:
+        """One request alone, stepped to its end, with the time of each step that gave a token."""
+        record = StreamRecord(sent=clock(), prompt_tokens=prompt_tokens)
+        rid = self._submit(prompt_tokens, max_tokens)
+        while self.engine.has_work:
+            tokens = sum(len(event.tokens) for event in self._step() if event.rid == rid)
+            if tokens:
+                record.event_times.append(clock())
+                record.tokens += tokens
+        return record
 
     def close(self) -> None:
         """Nothing of ours outlives the process."""
@@ -199,6 +214,23 @@ class LlamaCppPeer:
         if not line:
             raise RuntimeError(f"llama.cpp ended with code {self._process.wait()}")
         return json.loads(line)
+
+
+def build_our_engine(
+    cache_dir: Path, engine_settings: Mapping[str, Any], wheel: Path | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The engine as the server builds it on the demo model, but stepped by its caller; and its
+    switches. `engine_settings`: settings of `engine:`; a None is left at its default.
+    """
+    from configs.schema import AppArgs
+    from engine_actor.build import build_engine
+    from engine_actor.load.demo import prepare_demo
+
+    given = {name: value for name, value in engine_settings.items() if value is not None}
+    args = AppArgs.model_validate({"engine": {"device": "cpu", **given}})
+    engine = build_engine(args, prepare_demo(cache_dir, wheel=wheel))
+    switches = {"engine": args.engine.model_dump(mode="json"), "facts": asdict(engine.facts)}
+    return engine, switches
 
 
 def install_llama(folder: Path, say: Callable[[str], None]) -> Path:
