@@ -53,7 +53,7 @@ def _histogram(name: str, help: str, unit: str, buckets: tuple[float, ...]) -> D
 
 ENGINE_METRICS: tuple[Definition, ...] = (
     # literal
-    _counter("prefill_steps_total", "Prefill chunks that were computed", "chunks"),
+    _counter("prefill_steps_total", "Steps that held a prefill work", "steps"),
     _counter(
         "prefill_decode_overlap_steps",
         "Steps that held both a prefill and a decode work, however they ran",

@@ -107,7 +107,11 @@ def _chosen_logprobs(
 
 
 def _pick(values: torch.Tensor, indices: list[int]) -> torch.Tensor:
-    return values if len(indices) == values.shape[0] else values[indices]
+    if len(indices) == values.shape[0]:
+        return values
+    if len(indices) == 1:  # a view: nothing is copied
+        return values[indices[0] : indices[0] + 1]
+    return values[indices]
 
 
 def _put(tokens: list[int], indices: list[int], found: list[int]) -> None:

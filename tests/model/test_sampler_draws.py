@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine_actor.core.params import SamplingParams
-from engine_actor.model.inverse_cdf import invert
+from engine_actor.model.inverse_cdf import invert, invert_tensors
 from engine_actor.model.random_draw import mix, uniform, unseeded
 from engine_actor.model.sampler import Sampler, SampleRow
 from engine_actor.model.truncation import cutoffs
@@ -203,18 +203,24 @@ def test_a_flat_row_needs_more_than_the_head() -> None:
     assert abs(kept[1] - 4000) <= 4
 
 
-@settings(max_examples=100)
-@given(seed=st.integers(0, 10**6), point=st.floats(0, 1, exclude_max=True), least=st.floats(0, 1))
-def test_both_ways_to_invert_agree(seed: int, point: float, least: float) -> None:
-    """The short way over the kept tokens (CPU) and the long way over all (any device)."""
-    probabilities = torch.softmax(
-        torch.randn(1, 300, generator=torch.Generator().manual_seed(seed)) * 2, -1
-    )
-    cutoff = probabilities.amax().reshape(1, 1) * least
-    short = invert(probabilities, cutoff, [point])
-    long = invert(probabilities * (probabilities >= cutoff), None, [point])
-    assert short == long
-    assert probabilities[0, short[0]] >= cutoff
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 10**6),
+    point=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2**-53])),
+    least=st.one_of(st.none(), st.floats(0, 1)),
+    width=st.sampled_from([1, 2, 255, 256, 257, 512, 900]),
+    scale=st.sampled_from([0.1, 2.0, 30.0]),
+)
+def test_both_ways_to_invert_agree(
+    seed: int, point: float, least: float | None, width: int, scale: float
+) -> None:
+    """The CPU's way, by blocks and over the kept tokens only, and the one for any device."""
+    generator = torch.Generator().manual_seed(seed)
+    probabilities = torch.softmax(torch.randn(1, width, generator=generator) * scale, -1)
+    cutoff = None if least is None else probabilities.amax().reshape(1, 1) * least
+    index = invert(probabilities, cutoff, [point])
+    assert index == invert_tensors(probabilities, cutoff, [point])
+    assert probabilities[0, index[0]] >= (1e-10 if cutoff is None else cutoff)
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
