@@ -64,6 +64,8 @@ class Receiver:
         """Sequences of which there is no sign yet that the engine took them; empty = accepted."""
         self._failure: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._give_up_at = 0.0
 
     async def next(self, at_most_s: float | None = None) -> dict[int, Part]:
         """Everything new by rid, at least one part; an empty dict after `at_most_s` seconds.
@@ -79,6 +81,12 @@ class Receiver:
         if self._failure is not None:
             raise self._failure
         return {}
+
+    def close(self) -> None:
+        """The reader is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def accept(self) -> None:
         """The engine has all sequences."""
@@ -119,20 +127,28 @@ class Receiver:
     async def _wait(self, at_most_s: float | None) -> None:
         loop = asyncio.get_running_loop()
         waiter = self._waiter = loop.create_future()
-        timer = None
         if at_most_s is not None:
-            timer = loop.call_later(at_most_s, _resolve, waiter)
+            self._give_up_at = loop.time() + at_most_s
+            if self._timer is None or self._timer.when() > self._give_up_at:
+                self.close()
+                self._timer = loop.call_at(self._give_up_at, self._time_is_up)
         try:
             await waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
 
-
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+    def _time_is_up(self) -> None:
+        """One timer serves many waits: made anew for each token it would cost more than the token.
+        It fires at the time of the wait it was made for and moves on to the present one.
+        """
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        loop = self._waiter.get_loop()
+        if loop.time() >= self._give_up_at:
+            self._waiter.set_result(None)
+        else:
+            self._timer = loop.call_at(self._give_up_at, self._time_is_up)
 
 
 class Demux:

@@ -149,6 +149,7 @@ class EngineLink:
 
     def close(self, receiver: Receiver) -> None:
         """The reader is gone: cancel what still runs and hear no more of it."""
+        receiver.close()
         rids = self._demux.live_rids(receiver)
         self.cancel(rids, "client")
         for rid in rids:

@@ -19,6 +19,9 @@ from serve_app.protocol.shapes import ChoiceDelta, ChoiceResult
 from serve_app.protocol.usage import UsageTotals
 from serve_app.public_id import format_public_id
 
+DEADLINE_GRACE_S = 1.0
+"""The engine ends what is overdue; where it cannot (it is stuck, or does not answer), we do."""
+
 
 class Generation:
     """One request in flight. Made by `start`, read once through `deltas` or `results`.
@@ -38,6 +41,9 @@ class Generation:
         """Submit the job's sequences. Raises ApiError(unavailable)."""
         self.job = job
         self.created = int(time.time())
+        self._deadline: float | None = None
+        if job.deadline_ms is not None:
+            self._deadline = time.monotonic() + job.deadline_ms / 1e3 + DEADLINE_GRACE_S
         self._link = link
         self._choices = [Choice(job, child, tokenizer) for child in job.children()]
         self._receiver: Receiver | None = None
@@ -64,12 +70,14 @@ class Generation:
         try:
             while self._open:
                 try:
-                    parts = await self._receiver.next(at_most_s)
+                    parts = await self._receiver.next(self._patience(at_most_s))
                 except ApiError:
                     if all(choice.finished for choice in self._choices):
                         return  # only counts were missing; the text is whole
                     raise
                 deltas = [d for rid, part in parts.items() if (d := self._take(rid, part))]
+                if not parts and self._patience(None) == 0:
+                    raise ApiError("deadline_exceeded")
                 if deltas or not parts:
                     yield deltas
         finally:
@@ -104,6 +112,13 @@ class Generation:
         """End everything that still runs. Idempotent."""
         if self._receiver is not None:
             self._link.close(self._receiver)
+
+    def _patience(self, at_most_s: float | None) -> float | None:
+        """How long to wait now: until the keep-alive or the deadline, whichever is sooner."""
+        if self._deadline is None:
+            return at_most_s
+        left = max(0.0, self._deadline - time.monotonic())
+        return left if at_most_s is None else min(left, at_most_s)
 
     def _take(self, rid: int, part: Part) -> ChoiceDelta | None:
         """One sequence's news as a delta; None where it shows no text yet."""

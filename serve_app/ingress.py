@@ -17,6 +17,7 @@ from serve_app.guard import Guard
 from serve_app.http_body import error_response
 from serve_app.ingress_metrics import ingress_metrics
 from serve_app.intake import Facts, Intake, ServingTokenizer
+from serve_app.openapi import openapi_page
 from serve_app.protocol.errors import ApiError
 from serve_app.routes_generation import add_generation_routes
 from serve_app.routes_models import add_model_routes
@@ -56,6 +57,7 @@ def build_api(
     add_generation_routes(app, intake, metrics)
     add_model_routes(app, intake)
     add_operation_routes(app, intake, metrics)
+    app.openapi = lambda: openapi_page(app)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Guard, metrics=metrics)

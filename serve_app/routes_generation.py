@@ -11,8 +11,6 @@ from serve_app.guard import STATE
 from serve_app.http_body import read_object
 from serve_app.intake import Endpoint, Intake
 from serve_app.protocol.bodies import timeout_from_header
-from serve_app.protocol.chat import ChatRequest
-from serve_app.protocol.completions import CompletionRequest
 from serve_app.sse import GenerationResponse
 
 
@@ -36,20 +34,8 @@ def add_generation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> Non
         """Answer a conversation, rendered by the tokenizer's own template."""
         return await answer(request, "chat")
 
-    for path, handler, kind in (
-        ("/v1/completions", completions, CompletionRequest),
-        ("/v1/chat/completions", chat_completions, ChatRequest),
+    for path, handler in (
+        ("/v1/completions", completions),
+        ("/v1/chat/completions", chat_completions),
     ):
-        schema = kind.model_json_schema(mode="validation")
-        app.add_api_route(
-            path,
-            handler,
-            methods=["POST"],
-            response_model=None,
-            openapi_extra={
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": schema}},
-                }
-            },
-        )
+        app.add_api_route(path, handler, methods=["POST"], response_model=None)

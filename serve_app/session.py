@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
+from engine_actor.errors import EngineRestarted
 from engine_actor.messages import (
     Attached,
     Beat,
@@ -32,7 +33,9 @@ RETRY_S = 0.05
 
 
 class SessionLost(Exception):
-    """The engine lives, but this session's stream has a hole that it cannot fill."""
+    """This session is over though its port is not known to be dead: a hole in the stream that
+    cannot be filled, or an engine that has said good-bye.
+    """
 
 
 class Session:
@@ -122,3 +125,5 @@ class Session:
     def _deliver(self, batch: StepBatch) -> None:
         self._demux.deliver(batch)
         self._heard(None)
+        if any(extra.error_code == EngineRestarted.code for _, extra in batch.extra):
+            raise SessionLost("the engine says that it is lost")

@@ -9,7 +9,6 @@ engine never waits for one.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -25,6 +24,7 @@ from serve_app.disconnect import run_until_disconnect
 from serve_app.generation import Generation
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.shapes import DONE, KEEP_ALIVE, ChoiceDelta, Shape, error_event
+from serve_app.slow_client import BoundedSend, SlowClient
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,14 @@ class GenerationResponse(Response):
         try:
             if await run_until_disconnect(receive, self._answer(send)):
                 self._metrics.add("ingress_disconnects_total")
-        except _SlowClient:
+        except SlowClient:
             self._metrics.add("ingress_slow_clients_total")
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, unbounded: Send) -> None:
+        with BoundedSend(unbounded, self._http.slow_client_s) as send:
+            await self._answer_bounded(send)
+
+    async def _answer_bounded(self, send: Send) -> None:
         generation: Generation | None = None
         try:
             generation, shape = self._begin()
@@ -69,7 +73,7 @@ class GenerationResponse(Response):
                 await self._whole(generation, shape, send)
         except ApiError as error:
             await self._fail(error, send)
-        except (_SlowClient, OSError):
+        except (SlowClient, OSError):
             raise
         except Exception:
             log.exception("a request failed by a fault of ours")
@@ -115,26 +119,17 @@ class GenerationResponse(Response):
 
     async def _write(self, send: Send, body: bytes, more: bool) -> None:
         """One piece of the stream, behind the start if that has not gone out."""
-        message = {"type": "http.response.body", "body": body, "more_body": more}
-        try:
-            async with asyncio.timeout(self._http.slow_client_s):
-                if not self._started:
-                    self._started = True
-                    await send(self._start(200, "text/event-stream; charset=utf-8", _STREAM, None))
-                await send(message)
-        except TimeoutError:
-            raise _SlowClient from None
+        if not self._started:
+            self._started = True
+            await send(self._start(200, "text/event-stream; charset=utf-8", _STREAM, None))
+        await send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _send_json(
         self, send: Send, status: int, body: bytes, headers: Mapping[str, str]
     ) -> None:
-        try:
-            async with asyncio.timeout(self._http.slow_client_s):
-                self._started = True
-                await send(self._start(status, "application/json", headers, len(body)))
-                await send({"type": "http.response.body", "body": body})
-        except TimeoutError:
-            raise _SlowClient from None
+        self._started = True
+        await send(self._start(status, "application/json", headers, len(body)))
+        await send({"type": "http.response.body", "body": body})
 
     def _start(
         self, status: int, media: str, headers: Mapping[str, str], length: int | None
@@ -151,7 +146,3 @@ class GenerationResponse(Response):
 
 _STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Proxies that gather a response before passing it on are told not to."""
-
-
-class _SlowClient(Exception):
-    """A write was not taken in time; there is nobody to tell."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from serve_app.protocol import chat, completions, logprobs
@@ -21,9 +22,11 @@ KEEP_ALIVE = b": keep-alive\n\n"
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceDelta:
-    """What is new of one choice. `finish_reason` comes exactly once, with the last delta."""
+    """What is new of one choice. `finish_reason` comes exactly once, with the last delta. Not
+    frozen, since one is made for every token and freezing doubles that.
+    """
 
     index: int
     text: str
@@ -98,6 +101,12 @@ class _Chunked:
     def usage_event(self, usage: UsageTotals) -> bytes:
         return f'{self._head}],"usage":{_encode(usage.body())}}}\n\n'.encode()
 
+    def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def _logprobs_text(self, entries: Sequence[TokenEntry]) -> str:
+        return "null" if self._envelope.logprobs is None else _encode(self._logprobs(entries))
+
     def _line(self, choice: str, usage: UsageTotals | None) -> bytes:
         tail = self._tail if usage is None else f'],"usage":{_encode(usage.body())}}}\n\n'
         return (self._head + choice + tail).encode()
@@ -115,8 +124,8 @@ class CompletionShape(_Chunked):
 
     def event(self, delta: ChoiceDelta, usage: UsageTotals | None) -> bytes:
         return self._line(
-            f'{{"index":{delta.index},"text":{_encode(delta.text)},'
-            f'"logprobs":{_encode(self._logprobs(delta.entries))},'
+            f'{{"index":{delta.index},"text":{encode_basestring(delta.text)},'
+            f'"logprobs":{self._logprobs_text(delta.entries)},'
             f'"finish_reason":{_quoted(delta.finish_reason)}}}',
             usage,
         )
@@ -156,10 +165,14 @@ class ChatShape(_Chunked):
         )
 
     def event(self, delta: ChoiceDelta, usage: UsageTotals | None) -> bytes:
-        content = f'{{"content":{_encode(delta.text)}}}' if delta.text or delta.entries else "{}"
+        content = (
+            f'{{"content":{encode_basestring(delta.text)}}}'
+            if delta.text or delta.entries
+            else "{}"
+        )
         return self._line(
             f'{{"index":{delta.index},"delta":{content},'
-            f'"logprobs":{_encode(self._logprobs(delta.entries))},'
+            f'"logprobs":{self._logprobs_text(delta.entries)},'
             f'"finish_reason":{_quoted(delta.finish_reason)}}}',
             usage,
         )

@@ -1,5 +1,5 @@
 """What a client sees when things go wrong: decisions.md section 5, before and after the first byte.
-B-09, B-22, F-35, F-38, F-73 to F-76, F-78.
+B-09, B-22, F-38, F-73 to F-76, F-78.
 """
 
 from __future__ import annotations
@@ -11,37 +11,12 @@ import pytest
 
 from engine_actor.messages import Cancel, Flag, Submit
 from serve_app.client import PortDied
-from tests.serve.conftest import Api, ApiMaker
+from tests.serve.conftest import ApiMaker
 from tests.serve.doubles import PieceTokenizer
-from tests.serve.wire import AsgiCall, events
+from tests.serve.held import held, running, stream_of
+from tests.serve.wire import events
 
 pytestmark = pytest.mark.anyio
-
-TOKENIZER = PieceTokenizer()
-COMPLETIONS = "/v1/completions"
-
-
-def endless(submit: Submit) -> list[int]:
-    return [120] * submit.sampling.max_tokens
-
-
-async def held(make_api: ApiMaker, **more: Any) -> Api:
-    """An API whose engine only moves when told to."""
-    api: Api = await make_api(TOKENIZER, endless, auto=False, **more)
-    return api
-
-
-async def running(api: Api, count: int) -> None:
-    """Wait until the engine has `count` sequences."""
-    async with asyncio.timeout(10):
-        while len(api.service.running) != count:
-            await asyncio.sleep(0)
-
-
-def stream_of(api: Api, **body: Any) -> AsgiCall:
-    sent = {"prompt": "a", "max_tokens": 300, "stream": True, **body}
-    return AsgiCall(api.app, COMPLETIONS, sent)
-
 
 ENDS = [
     (Flag.OOM, "out_of_memory", 503, "out_of_memory"),
@@ -176,6 +151,18 @@ async def test_no_engine_is_a_503_at_once(make_api: ApiMaker) -> None:
     assert (await api.client.get("/health/live")).status_code == 200
 
 
+async def test_a_deadline_holds_where_the_engine_cannot_say_so(
+    make_api: ApiMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F-76."""
+    monkeypatch.setattr("serve_app.generation.DEADLINE_GRACE_S", 0.0)
+    api = await held(make_api)
+    response = await api.complete(timeout=0.01)
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    await running(api, 0)
+
+
 async def test_b09_a_client_that_leaves_frees_all_its_children(make_api: ApiMaker) -> None:
     """B-09: after the first byte, n = 4."""
     api = await held(make_api)
@@ -231,73 +218,6 @@ async def test_a_cancelled_handler_is_a_client_that_left(make_api: ApiMaker) -> 
     call.task.cancel()
     await asyncio.wait({call.task})
     await running(api, 0)
-
-
-async def test_a_slow_reader_gets_one_big_chunk(make_api: ApiMaker) -> None:
-    api = await held(make_api)
-    call = stream_of(api, max_tokens=50)
-    await running(api, 1)
-    api.service.tick()
-    await call.take_event()
-    call.stop_reading()
-    for _ in range(49):
-        api.service.tick()
-    while api.link.live:
-        await asyncio.sleep(0)
-    call._reads.set()
-    found = [e["choices"][0]["text"] for e in events(await call.rest())[:-1]]
-    assert "".join(found) == "x" * 49
-    assert len(found) <= 3
-
-
-async def test_a_reader_that_stops_loses_its_request_by_count(make_api: ApiMaker) -> None:
-    """More than `stream_buffer_tokens` behind: cancelled, and the engine goes on."""
-    api = await held(make_api, http={"stream_buffer_tokens": 20})
-    call = stream_of(api)
-    await running(api, 1)
-    api.service.tick()
-    await call.take_event()
-    call.stop_reading()
-    for _ in range(30):
-        api.service.tick()
-        await asyncio.sleep(0)
-    await running(api, 0)
-    assert api.link.live == 0
-    call._reads.set()
-    *_, error, done = events(await call.rest())
-    assert (error["error"]["code"], done) == ("slow_client", "[DONE]")
-
-
-async def test_a_reader_that_stops_loses_its_request_by_time(make_api: ApiMaker) -> None:
-    """A write that is not taken within `slow_client_s`."""
-    api = await held(make_api, http={"slow_client_s": 0.02})
-    call = stream_of(api)
-    await running(api, 1)
-    api.service.tick()
-    await call.take_event()
-    call.stop_reading()
-    api.service.tick()
-    await call.rest()
-    await running(api, 0)
-    assert "ingress_slow_clients_total 1" in (await api.client.get("/metrics")).text
-
-
-async def test_a_waiting_stream_is_kept_alive_and_can_still_fail(make_api: ApiMaker) -> None:
-    """F-35: the comment sends the 200; from then on an error is an event."""
-    api = await held(make_api, http={"keep_alive_s": 0.01})
-    call = stream_of(api, max_tokens=2)
-    assert (await call.take())["status"] == 200
-    assert await call.take_event() == ": keep-alive\n\n"
-    api.service.tick()
-    api.service.tick()
-    texts = [e["choices"][0]["text"] for e in events(await call.rest())[:-1]]
-    assert "".join(texts) == "xx"
-    late = stream_of(api)
-    assert await late.take_event() == ": keep-alive\n\n"
-    api.service.ends[-1] = (Flag.OOM, "out_of_memory")
-    api.service.tick()
-    error, done = events(await late.rest())
-    assert (error["error"]["code"], done) == ("out_of_memory", "[DONE]")
 
 
 async def test_a_fault_of_ours_is_a_500_that_tells_nothing(make_api: ApiMaker) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from engine_actor.messages import Cancel
@@ -94,3 +96,14 @@ async def test_ids_that_nobody_gave_out(make_api: ApiMaker, name: str) -> None:
     response = await api.client.post(f"/v1/requests/{name}/cancel")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "request_not_found"
+
+
+async def test_the_api_describes_itself(make_api: ApiMaker) -> None:
+    """F-44: every reference in the page leads somewhere."""
+    api = await make_api(TOKENIZER, lambda submit: [120])
+    page = await api.client.get("/openapi.json")
+    schemas = page.json()["components"]["schemas"]
+    used = set(re.findall(r'"#/components/schemas/(\w+)"', page.text))
+    assert used <= set(schemas)
+    assert {"CompletionRequest", "ChatRequest", "StreamOptions", "Message"} <= used
+    assert (await api.client.get("/docs")).status_code == 200
