@@ -101,8 +101,13 @@ def write_tiny(
 
 
 def _std(slot: LinearSlot, head_std: float) -> float:
-    """Keeps activations near one; a tied head is the embedding itself."""
-    return head_std if slot.name in ("embed", "head") else 1 / math.sqrt(slot.in_features)
+    """Keeps activations near one. A tied head is the embedding itself. What layers add to the
+    residual is halved, and with it the rounding errors of half precision in the logits.
+    """
+    if slot.name in ("embed", "head"):
+        return head_std
+    gain = 0.5 if slot.name.endswith((".o", ".down")) else 1.0
+    return gain / math.sqrt(slot.in_features)
 
 
 def _dense_tensors(
