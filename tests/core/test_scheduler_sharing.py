@@ -101,6 +101,20 @@ def test_a_preempted_sequence_finds_its_own_blocks_but_reports_no_cached_tokens(
     assert (request.n_cached, request.n_preempted) == (0, 1)
 
 
+def test_a_start_that_did_not_fit_after_all_leaves_no_trace() -> None:
+    """The idle blocks it would share count as free until it holds them."""
+    engine = SchedulerHarness(n_blocks=4)
+    request = engine.add(1, range(33), max_tokens=4)
+    engine.step()
+    engine.evict(1, requeue=True)
+    other = engine.add(2, [9], max_tokens=2, priority=-1)
+    engine.plan()
+    assert (list(engine.scheduler.running), request.blocks) == ([other], [])
+    engine.join()
+    engine.run()
+    assert (request.n_cached, request.n_preempted) == (0, 1)
+
+
 def test_many_held_requests_cost_a_bounded_look() -> None:
     engine = SchedulerHarness(chunk=16, max_num_seqs=128)
     for rid in range(100):
