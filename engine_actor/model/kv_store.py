@@ -1,7 +1,7 @@
 """The KV cache: one tensor per layer, grown and shrunk while the engine runs.
 
-Layout of a layer: [n_blocks, block_tokens, 2, kv_heads, head_dim], a token's keys beside its values,
-so that writing a token and gathering a block are one copy each. Knows nothing of who owns a block.
+Layout of a layer: [n_blocks, block_tokens, 2, kv_heads, head_dim]: a token's keys beside its values,
+so that writing a token or gathering a block is one copy. Knows nothing of who owns a block.
 """
 
 from __future__ import annotations

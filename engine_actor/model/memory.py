@@ -14,7 +14,7 @@ import torch
 
 MIB = 1 << 20
 CPU_SHARE = 2
-"""On a CPU the KV cache takes at most one part in so many of what is free: others live there too."""
+"""On a CPU the KV cache takes at most one part in so many of what is free: others live here."""
 
 
 @dataclass(frozen=True, slots=True)

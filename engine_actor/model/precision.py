@@ -51,7 +51,7 @@ def compute_dtype(config: ModelConfig, device: torch.device, numerics: str) -> t
 def resolve_kv_dtype(
     config: ModelConfig, device: torch.device, numerics: str, kv_dtype: str
 ) -> torch.dtype:
-    """"auto" is the compute dtype. Raises ValueError for exact numerics with less than fp32."""
+    """ "auto" is the compute dtype. Raises ValueError for exact numerics with less than fp32."""
     if kv_dtype == "auto":
         return compute_dtype(config, device, numerics)
     chosen = KV_DTYPES[kv_dtype]

@@ -75,7 +75,9 @@ def read_rope(config: dict[str, Any]) -> tuple[float, RopeScaling | None]:
             raise CheckpointError(f"config.json: {name}.{key} is not supported with type {kind!r}")
     if section.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"config.json: {name}.partial_rotary_factor must be 1")
-    theta = _number(section.get("rope_theta", config.get("rope_theta")), "rope_theta", DEFAULT_THETA)
+    theta = _number(
+        section.get("rope_theta", config.get("rope_theta")), "rope_theta", DEFAULT_THETA
+    )
     return theta, _scaling(kind, section, name)
 
 

@@ -14,10 +14,10 @@ from engine_actor import ops
 from engine_actor.errors import CheckpointError
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decoder import Decoder, DecoderLayer, build_layer
+from engine_actor.model.forward import ModelRunner
 from engine_actor.model.kv_store import KVStore
 from engine_actor.model.layers.embed import Embedding
 from engine_actor.model.precision import Precision, choose_precision
-from engine_actor.model.forward import ModelRunner
 
 __all__ = ["ModelRunner", "Weight", "build_runner"]
 

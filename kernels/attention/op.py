@@ -34,7 +34,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Everything but the tensors of one layer. window: keys a row sees, itself included; or None."""
+    """Everything but the tensors of one layer. window: keys a row sees, itself included."""
 
     segments: tuple[Segment, ...]
     block_tokens: int

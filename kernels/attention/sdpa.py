@@ -1,4 +1,4 @@
-"""Attention through torch's fused scaled_dot_product_attention, one call per sequence, any device."""
+"""Attention through torch's scaled_dot_product_attention, one call per sequence, any device."""
 
 from __future__ import annotations
 

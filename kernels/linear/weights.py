@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,12 +43,12 @@ def dense_weight(weights: Weights) -> torch.Tensor:
     return dequantise(weights) if isinstance(weights, PackedLinear) else weights.weight
 
 
-AnyWeights = TypeVar("AnyWeights", PackedLinear, DenseLinear)
+AnyWeights = TypeVar("AnyWeights", bound=PackedLinear | DenseLinear)
 
 
 def moved(weights: AnyWeights, device: torch.device) -> AnyWeights:
     """The same layer with every tensor on `device`."""
-    tensors = {
+    tensors: dict[str, Any] = {
         field.name: value.to(device)
         for field in dataclasses.fields(weights)
         if isinstance(value := getattr(weights, field.name), torch.Tensor)

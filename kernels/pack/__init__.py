@@ -1,1 +1,1 @@
-"""Packers, unpackers and the one in-memory form of a quantised linear layer. Torch only, bit exact."""
+"""Packers, unpackers and the one in-memory form of a quantised linear layer. Torch, bit exact."""

@@ -1,4 +1,4 @@
-"""DenseLinear: an unquantised linear layer, beside PackedLinear the other thing a reader delivers."""
+"""DenseLinear: an unquantised linear layer, the other thing a checkpoint reader delivers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _PACK = {3: pack_w3, 4: pack_w4, 8: pack_w8}
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integer codes [N, K] -> u8[N, ceil(K * bits / 8)]. Raises ValueError on a code out of range."""
+    """Integer codes [N, K] -> u8[N, ceil(K * bits / 8)]. Raises ValueError out of range."""
     return _PACK[bits](codes)
 
 

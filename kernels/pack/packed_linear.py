@@ -45,7 +45,9 @@ class PackedLinear:
         expect = {"qweight": (n, -(-k * self.bits // 8)), "scales": (n, groups)}
         if self.offsets is not None and self.zeros is not None:
             raise ValueError("offsets and zeros exclude each other")
-        expect |= {name: (n, groups) for name in ("offsets", "zeros") if getattr(self, name) is not None}
+        expect |= {
+            name: (n, groups) for name in ("offsets", "zeros") if getattr(self, name) is not None
+        }
         for name, shape in expect.items():
             got = tuple(getattr(self, name).shape)
             if got != shape:

@@ -10,7 +10,7 @@ LOW, HIGH = -128, 127
 
 
 def pack_w8(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [N, K] of any integer dtype in -128..127 -> u8[N, K]. Raises ValueError out of range."""
+    """Integer codes [N, K] in -128..127 -> u8[N, K]. Raises ValueError out of range."""
     require_codes(codes, LOW, HIGH)
     return codes.to(torch.int8).contiguous().view(torch.uint8)
 

@@ -1,1 +1,1 @@
-"""What an op is, which backends it has, and what machine they would run on. No kernel lives here."""
+"""What an op is, which backends it has, and what machine they run on. No kernel lives here."""

@@ -45,9 +45,7 @@ def explain(backends: Sequence[Backend], key: OpKey) -> tuple[Verdict, ...]:
     return tuple(Verdict(backend.name, backend.refuse(key)) for backend in backends)
 
 
-def choose(
-    backends: Sequence[AnyBackend], key: OpKey, forced: str | None = None
-) -> AnyBackend:
+def choose(backends: Sequence[AnyBackend], key: OpKey, forced: str | None = None) -> AnyBackend:
     """The first backend that does not refuse `key`, or the one named `forced`.
 
     Raises NoBackend where none is left; a forced backend that refuses is an error, never ignored.

@@ -85,7 +85,7 @@ def test_bf16_cache() -> None:
 def test_exact_rows_do_not_depend_on_chunks_blocks_or_neighbours(
     lens: list[tuple[int, int]], seed: int, window: int | None
 ) -> None:
-    """A row of a mixed batch in scattered blocks has the bits of that row alone in a fresh cache."""
+    """A row of a mixed batch in scattered blocks has the bits of that row alone."""
     q_lens, kv_lens = [q for q, _ in lens], [q + before for q, before in lens]
     draw = torch.Generator().manual_seed(seed)
     free = torch.randperm(BLOCKS, generator=draw).tolist()

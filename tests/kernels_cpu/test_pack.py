@@ -21,7 +21,9 @@ def test_w4_golden_bytes() -> None:
     """Even column in the low half; two's complement."""
     packed = pack_w4(torch.tensor([[7, -1, -8, 3]]))
     assert packed.tolist() == [[0xF7, 0x38]]
-    assert unpack_w4(torch.tensor([[0xF7, 0x38]], dtype=torch.uint8), 4).tolist() == [[7, -1, -8, 3]]
+    assert unpack_w4(torch.tensor([[0xF7, 0x38]], dtype=torch.uint8), 4).tolist() == [
+        [7, -1, -8, 3]
+    ]
 
 
 def test_w3_golden_bytes() -> None:

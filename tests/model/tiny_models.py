@@ -13,8 +13,8 @@ import torch
 import transformers
 
 from engine_actor import ops
-from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.config import ModelConfig
+from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.work.inputs import BatchInputs
 
 BLOCK = 4
