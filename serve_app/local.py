@@ -44,9 +44,9 @@ async def generate_locally(
     args: AppArgs, body: Mapping[str, Any], write: Callable[[str], None]
 ) -> None:
     """Load the model, stream one answer into `write`, close. Raises ApiError, CheckpointError."""
+    from engine_actor.build import build_service
     from engine_actor.load.progress import ConsoleProgress
     from engine_actor.load.tokenizer import Tokenizer
-    from engine_actor.build import build_service
     from serve_app.preflight import verify
 
     verified = verify(args, ConsoleProgress("model"))

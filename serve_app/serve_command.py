@@ -71,14 +71,14 @@ def supervise(
 
     for which in (signal.SIGINT, signal.SIGTERM):
         signal.signal(which, heard)
-    threading.Thread(target=lambda: (child.wait(), wake.set()), daemon=True).start()
+    _wake_at_end(child, wake)
     wake.wait()
     if child.poll() is not None:
         return child.returncode
     signals.acquire()
     wake.clear()
     drain = start_drain()
-    threading.Thread(target=lambda: (drain.wait(), wake.set()), daemon=True).start()
+    _wake_at_end(drain, wake)
     wake.wait()
     was_cut = drain.poll() is None
     if was_cut:
@@ -92,3 +92,13 @@ def supervise(
         child.kill()
         child.wait()
     return CUT_EXIT if was_cut else 0
+
+
+def _wake_at_end(process: subprocess.Popen[bytes], wake: threading.Event) -> None:
+    """Set `wake` when the process has ended."""
+
+    def wait() -> None:
+        process.wait()
+        wake.set()
+
+    threading.Thread(target=wait, daemon=True).start()
