@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.kv.reset_prefix_cache()
         self.engine.scheduler.check()
 
-    @rule(kind=st.sampled_from(["retry", "partial", "silent", "fail"]))
+    @rule(kind=st.sampled_from(["retry", "partial", "silent", "mute", "fail"]))
     def break_something(self, kind: str) -> None:
         self.faults.append(Fault(kind))
 

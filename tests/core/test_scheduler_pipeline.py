@@ -82,7 +82,7 @@ def test_no_step_is_planned_beyond_max_tokens() -> None:
     engine.check_all_ended()
 
 
-@pytest.mark.parametrize("kind", ["retry", "silent", "partial"])
+@pytest.mark.parametrize("kind", ["retry", "silent", "partial", "mute"])
 def test_what_builds_on_a_step_that_did_not_deliver_is_void(kind: str) -> None:
     """The step in flight behind a retried one has read a token that never was."""
     faults: list[Fault | None] = [None, None, Fault(kind)]

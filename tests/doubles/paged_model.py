@@ -46,7 +46,9 @@ def solo_run(prompt: Sequence[int], sampling: SamplingParams) -> tuple[list[int]
 
 @dataclass
 class Fault:
-    """What to do to one sequence's part of a step: "retry", "partial", "silent" or "fail"."""
+    """What to do to one sequence's part of a step: "retry", "partial" (half of it is computed),
+    "silent" (no word of it), "mute" (computed, but no token where one was due) or "fail".
+    """
 
     kind: str
     reason: FinishReason = FinishReason.OOM
@@ -140,6 +142,8 @@ class PagedModel:
             key = chunk.key
             void = key in self._void
             fault = None if void or self.fault is None else self.fault(key, chunk.end - chunk.start)
+            if fault is not None and fault.kind == "mute" and not chunk.samples:
+                fault = None
             self._guard(chunk, step)
             end = chunk.end
             if fault is not None and fault.kind == "partial":
@@ -152,7 +156,7 @@ class PagedModel:
                     failures.append(Failure(key, fault.reason, fault.code))
                 elif fault.kind == "retry":
                     retry.append(key)
-                elif fault.kind == "partial":
+                elif fault.kind in ("partial", "mute"):
                     computed.append((key, end))
                 continue
             computed.append((key, end))
