@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from engine_actor.core.metric_table import ENGINE_METRICS
 from results import validate
 from tests.house_rules.sources import ROOT, tree_of
 
@@ -67,6 +68,12 @@ def test_every_result_file_has_the_one_form():
             validate(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
             pytest.fail(f"{path.name}: {error}")
+
+
+def test_every_metric_is_documented():
+    page = (ROOT / "docs" / "usage" / "metrics.md").read_text(encoding="utf-8")
+    for metric in ENGINE_METRICS:
+        assert f"| `{metric.name}` | {metric.kind} | {metric.unit} |" in page
 
 
 def test_every_link_between_our_documents_leads_somewhere():

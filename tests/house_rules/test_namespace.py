@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
 
 from tests.house_rules.sources import ROOT
 
@@ -61,3 +66,33 @@ def test_tests_and_scripts_are_never_installed():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if line.startswith("include = "))
     assert line == 'include = ["serve_app*", "engine_actor*", "kernels*", "configs*"]'
+
+
+USE_BOTH = """
+from engine_actor import _mount
+_mount.mount()
+_mount.mount()
+import kernels, kernels.layer, kernels.spec.op
+print(kernels.CUDAProperties, kernels.layer.NAME, kernels.spec.op.OpSpec.__name__)
+print(len(list(kernels.__path__)))
+"""
+
+
+@pytest.mark.parametrize("order", ["theirs first", "ours first"])
+def test_both_kernels_can_be_used(tmp_path, order):
+    """Theirs is a regular package and wins the name wherever it is on the path."""
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("CUDAProperties = 'theirs'\n")
+    (package / "layer.py").write_text("NAME = 'their layer'\n")
+    folders = [str(tmp_path), str(ROOT)]
+    path = os.pathsep.join(folders if order == "theirs first" else reversed(folders))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", USE_BOTH],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["theirs their layer OpSpec", "2"], done.stderr
