@@ -17,7 +17,9 @@ mount()
 from kernels.attention.exact import attention_exact  # noqa: E402
 from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
-from kernels.elementwise.op import ExactRows, FastRows, RowOps  # noqa: E402
+from kernels.elementwise.exact import ExactRows  # noqa: E402
+from kernels.elementwise.fast import FastRows  # noqa: E402
+from kernels.elementwise.op import RowFn, RowOps  # noqa: E402
 from kernels.kv.op import WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.linear.dense import half_is_available  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
@@ -47,6 +49,7 @@ __all__ = [
     "LinearPolicy",
     "OpSet",
     "PackedLinear",
+    "RowFn",
     "RowOps",
     "Verdict",
     "WritePlan",

@@ -18,32 +18,28 @@ from engine_actor.model.layers.linear import Projection, side_by_side
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer. Norm weights are fp32 [hidden]."""
+    """One layer, ready to run."""
 
-    attn_norm: torch.Tensor
+    attn_norm: ops.RowFn
     attention: Attention
-    mlp_norm: torch.Tensor
+    mlp_norm: ops.RowFn
     gate_up: Projection
     down: Projection
 
-    def apply(
-        self, x: torch.Tensor, kv: torch.Tensor, step: StepTensors, rows: ops.RowOps, eps: float
-    ) -> None:
+    silu_mul: ops.RowFn
+
+    def apply(self, x: torch.Tensor, kv: torch.Tensor, step: StepTensors) -> None:
         """Add both halves to x [T, hidden] in place; kv is this layer's cache."""
-        x += self.attention(rows.rms_norm(x, self.attn_norm, eps), kv, step)
-        x += self.down(rows.silu_mul(self.gate_up(rows.rms_norm(x, self.mlp_norm, eps))))
+        x += self.attention(self.attn_norm(x), kv, step)
+        x += self.down(self.silu_mul(self.gate_up(self.mlp_norm(x))))
 
 
 class Decoder:
-    """All layers and the last norm."""
+    """All layers, and `norm`, the one before the head."""
 
-    def __init__(
-        self, config: ModelConfig, op_set: ops.OpSet, layers: list[DecoderLayer], norm: torch.Tensor
-    ) -> None:
-        self._rows = op_set.rows
-        self._eps = config.rms_eps
-        self._norm = norm
+    def __init__(self, layers: list[DecoderLayer], norm: ops.RowFn) -> None:
         self.layers = layers
+        self.norm = norm
 
     def run(
         self, x: torch.Tensor, kv: list[torch.Tensor], step: StepTensors, first: int, last: int
@@ -51,12 +47,8 @@ class Decoder:
         """Layers first..last-1 over x [T, hidden]. x itself is left as it is, for a retry."""
         x = x.clone()
         for layer, cache in zip(self.layers[first:last], kv[first:last], strict=True):
-            layer.apply(x, cache, step, self._rows, self._eps)
+            layer.apply(x, cache, step)
         return x
-
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm before the head."""
-        return self._rows.rms_norm(x, self._norm, self._eps)
 
 
 def build_layer(
@@ -74,18 +66,22 @@ def build_layer(
         names = (fused,) if fused in linears else parts
         return side_by_side([linears[name] for name in names])
 
+    def norm(name: str) -> ops.RowFn:
+        return op_set.rows.norm(norms[name], config.rms_eps)
+
     attention = Attention(
         config,
         op_set,
         projection("qkv", ("q", "k", "v")),
         linears["o"],
-        norms["q_norm"] if config.qk_norm else None,
-        norms["k_norm"] if config.qk_norm else None,
+        norm("q_norm") if config.qk_norm else None,
+        norm("k_norm") if config.qk_norm else None,
     )
     return DecoderLayer(
-        norms["attn_norm"],
+        norm("attn_norm"),
         attention,
-        norms["mlp_norm"],
+        norm("mlp_norm"),
         projection("gate_up", ("gate", "up")),
         linears["down"],
+        op_set.rows.silu_mul,
     )

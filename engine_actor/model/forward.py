@@ -64,7 +64,7 @@ class ModelRunner:
         """fp32 logits [R, vocab_size] of the given rows of hidden."""
         # All rows wanted is the rule in decode; there is nothing to select then.
         chosen = hidden if rows.shape[0] == hidden.shape[0] else hidden.index_select(0, rows)
-        return self._head(self._decoder.normed(chosen)).float()[:, : self.vocab_size]
+        return self._head(self._decoder.norm(chosen)).float()[:, : self.vocab_size]
 
     def resize_kv(self, n_blocks: int) -> None:
         """Grow or shrink the KV tensors to n_blocks, keeping the blocks that stay."""

@@ -1,6 +1,6 @@
 """The KV cache: one tensor per layer, grown and shrunk while the engine runs.
 
-Layout of a layer: [n_blocks, block_tokens, 2, kv_heads, head_dim]: a token's keys beside its values,
+A layer is [n_blocks, block_tokens, 2, kv_heads, head_dim]: keys of a token beside its values,
 so that writing a token or gathering a block is one copy. Knows nothing of who owns a block.
 """
 

@@ -122,7 +122,7 @@ def build_runner(
     if parts.norm is None or parts.embedding is None or parts.head is None:
         absent = [n for n in ("norm", "head") if getattr(parts, n) is None]
         raise CheckpointError(f"{(['embed'] if parts.embedding is None else absent)[0]} is missing")
-    decoder = Decoder(config, op_set, layers, parts.norm)
+    decoder = Decoder(layers, op_set.rows.norm(parts.norm, config.rms_eps))
     kv = KVStore(config, precision.kv_dtype, block_tokens, precision.device)
     return ModelRunner(
         config, parts.embedding, decoder, parts.head, kv, precision.device, vocab_size

@@ -31,11 +31,14 @@ def plan_write(slots: torch.Tensor, host_slots: Sequence[int]) -> WritePlan:
 
 def write_kv(kv: torch.Tensor, new: torch.Tensor, plan: WritePlan) -> None:
     """kv as above; new [T, 2 * kv_heads, head_dim], keys first, of any float dtype."""
-    flat = kv.view(-1, kv.shape[2] * kv.shape[3], kv.shape[4])
-    if plan.first is not None:
-        flat[plan.first : plan.first + new.shape[0]].copy_(new)
-    else:
+    if plan.first is None:
+        flat = kv.view(-1, kv.shape[2] * kv.shape[3], kv.shape[4])
         flat.index_copy_(0, plan.slots, new.to(kv.dtype))
+        return
+    heads, head_dim = new.shape[1], new.shape[2]
+    token = heads * head_dim
+    first = kv.storage_offset() + plan.first * token
+    kv.as_strided(new.shape, (token, head_dim, 1), first).copy_(new)
 
 
 def write_kv_reference(kv: torch.Tensor, new: torch.Tensor, slots: Sequence[int]) -> None:

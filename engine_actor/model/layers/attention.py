@@ -30,8 +30,8 @@ class Attention:
         op_set: ops.OpSet,
         qkv: Projection,
         o: Projection,
-        q_norm: torch.Tensor | None = None,
-        k_norm: torch.Tensor | None = None,
+        q_norm: ops.RowFn | None = None,
+        k_norm: ops.RowFn | None = None,
     ) -> None:
         self._ops = op_set
         self._qkv = qkv
@@ -41,21 +41,15 @@ class Attention:
         self._heads = config.n_heads
         self._rotated = config.n_heads + config.n_kv_heads
         self._shape = (self._rotated + config.n_kv_heads, config.head_dim)
-        self._eps = config.rms_eps
         self._scale = config.head_dim**-0.5
 
     def __call__(self, x: torch.Tensor, kv: torch.Tensor, step: StepTensors) -> torch.Tensor:
         heads = self._qkv(x).view(-1, *self._shape)
         if self._q_norm is not None and self._k_norm is not None:
-            heads = self._normed(heads, self._q_norm, self._k_norm)
+            q = self._q_norm(heads[:, : self._heads])
+            k = self._k_norm(heads[:, self._heads : self._rotated])
+            heads = torch.cat((q, k, heads[:, self._rotated :]), dim=1)
         heads = self._ops.rows.rotate(heads, step.cos, step.sin, self._rotated)
         ops.write_kv(kv, heads[:, self._heads :], step.write)
         q = heads[:, : self._heads].to(kv.dtype)
         return self._o(self._ops.attention(q, kv, step.attend, self._scale))
-
-    def _normed(
-        self, heads: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor
-    ) -> torch.Tensor:
-        q = self._ops.rows.rms_norm(heads[:, : self._heads], q_norm, self._eps)
-        k = self._ops.rows.rms_norm(heads[:, self._heads : self._rotated], k_norm, self._eps)
-        return torch.cat((q, k, heads[:, self._rotated :]), dim=1)

@@ -1,0 +1,54 @@
+"""The quickest row ops on a CPU by measurement (docs/log.md), right on any device.
+
+For one row an op costs its dispatch, not its arithmetic: what counts is how few there are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernels.elementwise.op import RowFn
+
+_silu = torch.nn.functional.silu
+
+
+class FastRows:
+    """Few ops a row."""
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RowFn:
+        return _cpu_norm(weight, eps) if weight.device.type == "cpu" else _norm(weight, eps)
+
+    def rotate(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotated: int
+    ) -> torch.Tensor:
+        heads = heads.to(cos.dtype)
+        turning = heads[:, :rotated]
+        swapped = turning.roll(turning.shape[-1] // 2, -1)
+        turned = torch.addcmul(turning * cos, swapped, sin)
+        return torch.cat((turned, heads[:, rotated:]), 1)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _silu(gate).mul_(up)
+
+
+def _norm(weight: torch.Tensor, eps: float) -> RowFn:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+    return run
+
+
+def _cpu_norm(weight: torch.Tensor, eps: float) -> RowFn:
+    """sqrt(mean + eps) = hypot(norm, sqrt(width * eps)) / sqrt(width), four ops."""
+    width = weight.shape[0]
+    scaled = weight.float() * math.sqrt(width)
+    floor = torch.tensor(math.sqrt(width * eps))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x * scaled).div_(torch.hypot(length, floor))
+
+    return run
