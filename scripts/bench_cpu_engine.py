@@ -32,6 +32,14 @@ OURS = "deepinfer-sm86"
 LLAMA = "llama.cpp"
 DENSE = ("transformers-bf16", "transformers-fp32")
 
+LEAST = {
+    "decode, one stream, over llama.cpp": 0.75,
+    "decode, one stream, over the better of transformers": 2.2,
+    "decode, 4 streams over one": 2.0,
+    "decode, 16 streams over one": 2.5,
+}
+"""What the project promises of each ratio's median; below it the bench ends with exit code 1."""
+
 Measured = dict[tuple[str, str, int], list[float]]
 """(engine, "decode" or "prefill", streams or tokens) -> tokens per second of each repetition."""
 
@@ -179,10 +187,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = rows_of(found, args.warmup, args.prompt)
     flags = {k: v for k, v in vars(args).items() if not isinstance(v, Path) and k != "note"}
     write_record(make_record("cpu_engine", flags | switches, rows, args.note), args.output)
+    return int(report(rows))
+
+
+def report(rows: Sequence[dict[str, Any]]) -> bool:
+    """Print every median; True where a ratio is below what is promised."""
+    is_broken = False
     for row in rows:
         case = ", ".join(f"{value}" for value in row["case"].values())
-        print(f"{row['metric']:<28} {case:<56} median {row['median']:9.2f} {row['unit']}")
-    return 0
+        line = f"{row['metric']:<28} {case:<56} median {row['median']:9.2f} {row['unit']}"
+        least = LEAST.get(row["case"].get("ratio", ""))
+        if least is not None:
+            is_below = row["median"] < least
+            is_broken |= is_below
+            line += f"  ({'BELOW ' if is_below else ''}at least {least:g})"
+        print(line)
+    return is_broken
 
 
 if __name__ == "__main__":

@@ -97,3 +97,11 @@ def test_prompts_are_the_same_in_every_run_and_never_twice():
     assert drawn == [second.next(16) for _ in range(20)]
     assert len(set(drawn)) == 20
     assert all(0 <= token < 1000 for prompt in drawn for token in prompt)
+
+
+def test_a_ratio_below_the_promise_is_told_and_fails(capsys):
+    assert bench_cpu_engine.report(rows_of(FOUND, 1, 512)) is False
+    assert "BELOW" not in capsys.readouterr().out
+    slow = FOUND | {("llama.cpp", "decode", 1): [200.0, 100.0, 200.0]}
+    assert bench_cpu_engine.report(rows_of(slow, 1, 512)) is True
+    assert "(BELOW at least 0.75)" in capsys.readouterr().out
