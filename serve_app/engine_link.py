@@ -211,7 +211,7 @@ class EngineLink:
                 log.log(level, "engine link down, attaching again: %s", reason)
             except Exception:
                 log.log(logging.DEBUG if quiet else logging.ERROR, "engine link", exc_info=True)
-            if self._up.is_set():
+            if self._port is not None:
                 pause, quiet = self._pauses[0], False
                 self.restarts += 1
             else:
@@ -225,11 +225,11 @@ class EngineLink:
         facts = await port.attach(self.client, PROTOCOL_VERSION)
         attached = Attached(**{**facts, "eos_token_ids": tuple(facts.get("eos_token_ids", ()))})
         self._port, self.attached = port, attached
-        self._heard(None)
+        self.heard(None)
         self._up.set()
         session = Session(
             port, self.client, attached, self._mailbox, self._demux, self._post_seqs, self._beat_s,
-            self._heard,
+            self,
         )  # fmt: skip
         await session.run()
 
@@ -239,10 +239,15 @@ class EngineLink:
         self._mailbox.clear()
         self._demux.fail_all(code)
 
-    def _heard(self, load: tuple[Any, ...] | None) -> None:
+    def heard(self, load: tuple[Any, ...] | None) -> None:
+        """The session: the engine has answered something."""
         self._heard_at = self._clock.now()
         if load:
             self.load = Load(*load)
+
+    def going_down(self) -> None:
+        """The session: the engine takes nothing more."""
+        self._up.clear()
 
     def _overflowed(self, receiver: Receiver) -> None:
         """A reader too far behind loses its request; the engine never waits for a client."""

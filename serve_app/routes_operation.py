@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 
 from engine_actor.core.metrics import Metrics
+from serve_app.engine_link import EngineLink
 from serve_app.http_body import error_response
 from serve_app.intake import Intake
 from serve_app.protocol.errors import ApiError
@@ -26,10 +27,10 @@ def add_operation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> None
         return {"status": "live"}
 
     async def ready() -> Response | dict[str, Any]:
-        """A request would be served now: attached, not draining, and the engine answers."""
-        if link.ready:
+        """A request would be served now."""
+        reason = await _why_not_ready(link)
+        if reason is None:
             return {"status": "ready"}
-        reason = "draining" if link.draining else "the engine does not answer"
         return error_response(ApiError("unavailable", f"not ready: {reason}"))
 
     app.add_api_route("/health/ready", ready, methods=["GET"], response_model=None)
@@ -66,3 +67,19 @@ def add_operation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> None
         if parsed is None or not link.cancel_public(*parsed):
             raise ApiError("request_not_found")
         return {"id": public_id, "object": "request.cancel", "status": "cancelling"}
+
+
+async def _why_not_ready(link: EngineLink) -> str | None:
+    """None where we are attached, nobody drains, and the engine's own thread answers between two of
+    its steps. An answered beat alone would not show a thread that is stuck.
+    """
+    silent = "the engine does not answer"
+    if link.draining:
+        return "draining"
+    if not link.ready:
+        return silent
+    try:
+        status = await link.status()
+    except ApiError:
+        return silent
+    return "draining" if status.get("draining") else None

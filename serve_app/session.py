@@ -8,9 +8,9 @@ Knows nothing of requests or text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from engine_actor.errors import EngineRestarted
 from engine_actor.messages import (
@@ -38,6 +38,18 @@ class SessionLost(Exception):
     """
 
 
+class Owner(Protocol):
+    """Who is told how the session goes."""
+
+    def heard(self, load: tuple[Any, ...] | None) -> None:
+        """The engine has answered something; its load where it said so."""
+        ...
+
+    def going_down(self) -> None:
+        """The engine takes nothing more."""
+        ...
+
+
 class Session:
     """Runs until the port dies or the session is lost."""
 
@@ -50,7 +62,7 @@ class Session:
         demux: Demux,
         post_seqs: Iterator[int],
         beat_s: float,
-        heard: Callable[[tuple[Any, ...] | None], None],
+        owner: Owner,
     ) -> None:
         self._port = port
         self._client = client
@@ -59,7 +71,7 @@ class Session:
         self._demux = demux
         self._post_seqs = post_seqs
         self._beat_s = beat_s
-        self._heard = heard
+        self._owner = owner
 
     async def run(self) -> None:
         """Never returns normally. Raises PortDied, SessionLost, or what the port raised."""
@@ -85,7 +97,7 @@ class Session:
             for rid, code in rejected:
                 self._demux.reject(rid, code)
             self._demux.accept([item.rid for item in messages if isinstance(item, Submit)])
-            self._heard(load)
+            self._owner.heard(load)
 
     async def _post(self, seq: int, messages: list[Message]) -> Reply:
         """One post, asked again with the same seq while it is unknown whether it arrived."""
@@ -123,7 +135,11 @@ class Session:
                 await asyncio.sleep(RETRY_S * 2**failures)
 
     def _deliver(self, batch: StepBatch) -> None:
+        lost = any(extra.error_code == EngineRestarted.code for _, extra in batch.extra)
+        if lost:
+            # First of all: whoever hears of it below may ask again at once.
+            self._owner.going_down()
         self._demux.deliver(batch)
-        self._heard(None)
-        if any(extra.error_code == EngineRestarted.code for _, extra in batch.extra):
+        self._owner.heard(None)
+        if lost:
             raise SessionLost("the engine says that it is lost")

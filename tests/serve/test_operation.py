@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,26 @@ async def test_health_follows_the_engine(make_api: ApiMaker) -> None:
         assert "draining" in response.json()["error"]["message"]
     assert (await api.client.get("/health/live")).status_code == 200
     assert (await api.complete()).status_code == 503
+
+
+async def test_a_stuck_or_draining_engine_is_not_ready(make_api: ApiMaker) -> None:
+    """F-79: posts are answered, the engine's thread is not."""
+    api = await make_api(TOKENIZER, lambda submit: [120])
+    api.link._stale_s = 0.02
+    stuck = asyncio.Event()
+
+    async def never() -> dict[str, Any]:
+        await stuck.wait()
+        return {"draining": True}
+
+    api.service.status = never
+    response = await api.client.get("/health/ready")
+    assert response.status_code == 503
+    assert "does not answer" in response.json()["error"]["message"]
+    stuck.set()
+    response = await api.client.get("/health/ready")
+    assert response.status_code == 503
+    assert "draining" in response.json()["error"]["message"]
 
 
 async def test_metrics_hold_the_engine_s_and_the_ingress_s(make_api: ApiMaker) -> None:
