@@ -117,6 +117,8 @@ class ScriptedService:
     async def attach(self, client: str, protocol: int) -> dict[str, Any]:
         assert protocol == PROTOCOL_VERSION
         self.attached += 1
+        for key in [key for key in self.running if key[0] == client]:
+            del self.running[key]
         self.outboxes[client] = Outbox()
         return asdict(
             Attached(
