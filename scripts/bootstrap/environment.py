@@ -188,4 +188,4 @@ def _compile(python: Path) -> None:
     """
     print("compiling byte-code", flush=True)
     folders = [str(_site_packages(python)), *(str(ROOT / name) for name in OWN_PACKAGES)]
-    subprocess.run([str(python), "-m", "compileall", "-q", "-j", "0", *folders], check=False)
+    subprocess.run([str(python), "-m", "compileall", "-qq", "-j", "0", *folders], check=False)

@@ -156,7 +156,8 @@ class Server:
         """Polls: readiness is a fact of the HTTP side, and only HTTP can tell."""
         url = f"http://127.0.0.1:{self._plan['port']}/health/ready"
         while not self._is_over.wait(READY_POLL_S):
-            if get_json(url) is not None:
+            # Patient: Serve holds the question until the first replica is there to answer it.
+            if get_json(url, timeout=30) is not None:
                 self._events.put("ready")
                 return
 
@@ -206,10 +207,10 @@ def cluster_address(session: int) -> str | None:
     return next((match[1] for match in found if match), None)
 
 
-def get_json(url: str) -> Any:
+def get_json(url: str, timeout: float = 5) -> Any:
     """The JSON at a URL, or None where there is no 200 yet."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=timeout) as answer:
             return json.load(answer)
     except (OSError, ValueError, urllib.error.URLError):
         return None
@@ -242,8 +243,10 @@ def settings_of(options: argparse.Namespace) -> dict[str, str]:
     return settings
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line of scripts/serve."""
+def main(arguments: Sequence[str] | None = None, python: str | None = None) -> int:
+    """Command line of scripts/serve. python: an interpreter that has the project already; None:
+    .venv's, made where it is missing.
+    """
     parser = argparse.ArgumentParser(prog="scripts/serve", description="Install, then serve.")
     parser.add_argument("--config", type=Path, default=ROOT / "serve_config.yaml")
     parser.add_argument("--port", type=int, help="HTTP port (default: the file's)")
@@ -252,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-prefill-decode-overlap", action="store_true")
     options = parser.parse_args(arguments)
     settings = settings_of(options)
-    python = ensure_venv(extras=())
+    python = python or ensure_venv(extras=())
     command = [python, "-m", "serve_app.preflight", str(options.config.resolve())]
     if options.port is not None:
         command += ["--port", str(options.port)]
