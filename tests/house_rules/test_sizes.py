@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 from tests.house_rules.sources import all_python_files, cuda_files, relative, tree_of
 
@@ -14,17 +15,14 @@ EXCEPTIONS: dict[str, str] = {}
 """path or path::function -> why it may be longer. Empty is the aim."""
 
 
-def _line_count(path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
+def _longer_than(limit: int, paths: list[Path]) -> dict[str, int]:
+    """Lines of each file above the limit that is no exception."""
+    counts = {relative(path): len(path.read_text("utf-8").splitlines()) for path in paths}
+    return {name: n for name, n in counts.items() if n > limit and name not in EXCEPTIONS}
 
 
 def test_no_python_file_is_longer_than_300_lines():
-    long = {
-        relative(path): lines
-        for path in all_python_files()
-        if (lines := _line_count(path)) > FILE_LINES and relative(path) not in EXCEPTIONS
-    }
-    assert long == {}
+    assert _longer_than(FILE_LINES, all_python_files()) == {}
 
 
 def test_no_function_is_longer_than_60_lines():
@@ -40,12 +38,7 @@ def test_no_function_is_longer_than_60_lines():
 
 
 def test_no_cuda_file_is_longer_than_450_lines():
-    long = {
-        relative(path): lines
-        for path in cuda_files()
-        if (lines := _line_count(path)) > CUDA_LINES and relative(path) not in EXCEPTIONS
-    }
-    assert long == {}
+    assert _longer_than(CUDA_LINES, cuda_files()) == {}
 
 
 def test_every_exception_still_exists():
