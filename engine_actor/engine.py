@@ -16,7 +16,7 @@ from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.metrics import Metrics
 from engine_actor.core.params import InvalidParam
 from engine_actor.core.plan import Failure, SampledToken
-from engine_actor.core.scheduler import Finished, Scheduler, SchedulerLimits
+from engine_actor.core.scheduler import Finished, Scheduler
 from engine_actor.core.sequence import FinishReason, Key, Sequence
 from engine_actor.door import INVALID, Tombstones, refusal
 from engine_actor.errors import (
@@ -27,7 +27,7 @@ from engine_actor.errors import (
     Unavailable,
 )
 from engine_actor.events import NO_EXTRA, EventLog, StepEvents
-from engine_actor.facts import EngineFacts
+from engine_actor.facts import EngineFacts, scheduler_limits
 from engine_actor.faults import FaultPlan
 from engine_actor.messages import Cancel, Evict, Extra, Flag, Limit, Load, Submit
 from engine_actor.model.runner_protocol import Runner
@@ -287,18 +287,3 @@ class Engine:
     def _gauges(self) -> None:
         stats = self.scheduler.stats
         self._recorder.gauges(stats.running, stats.waiting, self.kv, self.facts.kv_block_bytes)
-
-
-def scheduler_limits(config: EngineConfig, facts: EngineFacts) -> SchedulerLimits:
-    """The scheduler's part of the configuration."""
-    return SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_queue=config.max_queue,
-        max_partial_prefills=config.max_partial_prefills,
-        prefill_chunk_tokens=config.prefill_chunk_tokens,
-        prefill_chunk_tokens_while_decoding=config.prefill_chunk_tokens_while_decoding,
-        priority_ageing_s=config.priority_ageing_s,
-        max_model_len=facts.max_model_len,
-        pipeline_depth=config.pipeline_depth,
-        eos_token_ids=frozenset(facts.eos_token_ids),
-    )

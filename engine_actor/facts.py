@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from configs.schema import EngineConfig
+from engine_actor.core.limits import SchedulerLimits
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -26,3 +29,18 @@ class EngineFacts:
     numerics: str = "fast"
     fingerprint: str = ""
     eos_token_ids: tuple[int, ...] = ()
+
+
+def scheduler_limits(config: EngineConfig, facts: EngineFacts) -> SchedulerLimits:
+    """The scheduler's part of the configuration."""
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_queue=config.max_queue,
+        max_partial_prefills=config.max_partial_prefills,
+        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        prefill_chunk_tokens_while_decoding=config.prefill_chunk_tokens_while_decoding,
+        priority_ageing_s=config.priority_ageing_s,
+        max_model_len=facts.max_model_len,
+        pipeline_depth=config.pipeline_depth,
+        eos_token_ids=frozenset(facts.eos_token_ids),
+    )

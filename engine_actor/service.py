@@ -53,7 +53,8 @@ class EngineService:
         lease_s = engine.config.lease_s
         self._sessions = Sessions(engine.clock, lease_s)
         self._load = engine.load()
-        self._loop = EngineLoop(engine, self._publish, self._expire, lease_s / 4, on_fatal)
+        self._on_fatal = on_fatal
+        self._loop = EngineLoop(engine, self._publish, self._expire, lease_s / 4, self._lost)
         self._loop.start()
 
     async def attach(self, client: str, protocol: int) -> dict[str, Any]:
@@ -158,13 +159,17 @@ class EngineService:
     def close(self) -> None:
         """Stop the thread; what still runs ends here, readers hear EngineRestarted."""
         self._loop.stop()
-        self._sessions.close_all("the engine was closed")
+        self._sessions.end_all("the engine was closed")
 
     def _publish(self, step: StepEvents) -> None:
         self._load = step.load
         for client in self._sessions.publish(step):
             self._engine.drop_client(client)
         self._engine.metrics.set("clients_attached", len(self._sessions))
+
+    def _lost(self, error: BaseException) -> None:
+        self._sessions.end_all("the engine is lost")
+        self._on_fatal(error)
 
     def _expire(self) -> None:
         for client in self._sessions.expire():

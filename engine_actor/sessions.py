@@ -79,9 +79,10 @@ class Sessions:
             if session.seen < limit and self._close(client, session, f"{client} lost its lease")
         ]
 
-    def close_all(self, why: str) -> None:
-        for client, session in self._snapshot():
-            self._close(client, session, why)
+    def end_all(self, why: str) -> None:
+        """Readers hear what is still there, then EngineRestarted(why)."""
+        for _, session in self._snapshot():
+            session.subscriber.close(why)
 
     def flushed(self) -> bool:
         """True where every client has read everything."""

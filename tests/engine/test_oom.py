@@ -9,6 +9,7 @@ import gc
 import random
 
 import pytest
+import torch
 
 from configs.schema import FaultRule
 from engine_actor.core.plan import StepPlan
@@ -17,6 +18,7 @@ from engine_actor.engine import Engine
 from engine_actor.errors import FatalDeviceError
 from engine_actor.events import StepEvents
 from engine_actor.messages import Flag
+from engine_actor.work.inputs import BatchInputs
 from tests.doubles.scripted_runner import HashRunner, make_engine
 from tests.engine.driver import CLIENT, Driver
 
@@ -161,6 +163,27 @@ def test_the_report_is_in_the_next_batch_with_blocks_needed_and_free() -> None:
     assert blamed.extra.usage is not None
     driver.run()
     assert driver.tokens(1) == runner.expected(range(20), 8)
+
+
+def test_an_allocation_that_really_fails_is_isolated_too() -> None:
+    """B-22: the third of five asks the allocator for a pebibyte in its prefill."""
+    runner = HashRunner()
+    engine = make_engine(runner, prefill_chunk_tokens=64, max_partial_prefills=5)
+    driver = Driver(engine)
+    for rid in range(1, 6):
+        driver.submit(rid, (rid, *range(10)), 8)
+
+    def allocate(inputs: BatchInputs) -> None:
+        if 3 in inputs.ids[inputs.positions == 0]:
+            torch.empty(2**50, dtype=torch.uint8)
+
+    runner.before_layers = allocate
+    driver.run()
+    assert driver.end(3) is Flag.OOM
+    for rid in (1, 2, 4, 5):
+        assert driver.tokens(rid) == runner.expected((rid, *range(10)), 8)
+    driver.assert_all_free()
+    assert runner.live_bytes() == 0
 
 
 def test_a_request_s_own_error_ends_it_and_nothing_else() -> None:
