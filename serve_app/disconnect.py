@@ -28,6 +28,8 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # looked at: whatever it was, there is nobody left to tell
 
 
 async def _disconnected(receive: Receive) -> None:
