@@ -53,6 +53,9 @@ class StepRunner:
         prefill = (
             PrefillWork(plan.step, self._context, chunks=plan.prefill) if plan.prefill else None
         )
+        if decode is not None and prefill is not None:
+            # Two works at once may read the same blocks, never write the same sequence's.
+            assert not set(decode.keys) & set(prefill.keys), "a sequence is in both works"
         tally = self._isolation.run(decode, prefill)
         grounded = tuple(c.key for c in tally.casualties if isinstance(c.error, KVGrowthError))
         failures = self._blame(c for c in tally.casualties if c.key not in grounded)
