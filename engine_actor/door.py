@@ -24,7 +24,7 @@ def refusal(message: Submit, facts: EngineFacts) -> str | None:
     if min(message.prompt_ids) < 0 or max(message.prompt_ids) >= facts.vocab_size:
         return INVALID
     try:
-        message.sampling.require_vocabulary(facts.vocab_size)
+        message.sampling.require_vocabulary(facts.vocab_size, facts.eos_token_ids)
     except InvalidParam:
         return INVALID
     return None

@@ -141,6 +141,7 @@ class Intake:
             kv_tokens=attached.kv_blocks * attached.block_tokens,
             vocab_size=attached.vocab_size,
             meta=self.facts.meta,
+            eos_token_ids=attached.eos_token_ids,
         )
 
     async def encode_prompts(
@@ -164,7 +165,7 @@ class Intake:
             return EncodedPrompt(tuple(ids), text)
 
         try:
-            prompt = await _off_loop(sum(len(message.content) for message in messages), render)
+            prompt = await _off_loop(sum(message.n_characters for message in messages), render)
         except InvalidParam as error:
             raise ApiError("invalid_value", str(error), "messages") from None
         if not prompt.ids:

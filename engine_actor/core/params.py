@@ -7,6 +7,7 @@ sampler reads it; both sides see the same frozen object.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 MAX_TOP_LOGPROBS = 20
@@ -78,8 +79,10 @@ class SamplingParams:
         """True where sampling is an argmax. Below 1e-5 a temperature only produces inf and NaN."""
         return self.temperature < 1e-5
 
-    def require_vocabulary(self, vocab_size: int) -> None:
-        """Refuse token ids outside 0..vocab_size-1 in logit_bias and stop_token_ids."""
+    def require_vocabulary(self, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+        """Refuse token ids outside 0..vocab_size-1 in logit_bias and stop_token_ids, and a
+        min_tokens that forbids the whole vocabulary: nothing would be left to draw.
+        """
         for token, _ in self.logit_bias:
             if not 0 <= token < vocab_size:
                 raise InvalidParam("logit_bias", f"token id {token} is not in 0..{vocab_size - 1}")
@@ -87,11 +90,16 @@ class SamplingParams:
             if not 0 <= token < vocab_size:
                 why = f"token id {token} is not in 0..{vocab_size - 1}"
                 raise InvalidParam("stop_token_ids", why)
+        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)}
+        if self.min_tokens and len(ends) >= vocab_size:
+            raise InvalidParam("stop_token_ids", "leave no token for the first min_tokens")
 
 
 def _require_range(name: str, value: float, low: float, high: float | None) -> None:
-    if not math.isfinite(value):
+    # An int is always finite, but one of 400 digits is no float and too long to be shown.
+    if isinstance(value, float) and not math.isfinite(value):
         raise InvalidParam(name, f"must be finite, got {value}")
     if value < low or (high is not None and value > high):
         bound = f"in [{low}, {high}]" if high is not None else f"at least {low}"
-        raise InvalidParam(name, f"must be {bound}, got {value}")
+        shown = value if abs(value) < 1e18 else "a huge number"
+        raise InvalidParam(name, f"must be {bound}, got {shown}")

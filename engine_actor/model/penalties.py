@@ -20,6 +20,10 @@ import torch
 from engine_actor.core.params import SamplingParams
 from engine_actor.core.sequence import Key
 
+_LARGEST = 1e30
+"""No edit makes a logit larger. Divided by the smallest temperature it is still finite in fp32; an
+infinite one would turn the whole row into NaN."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
@@ -72,10 +76,11 @@ def _edit_row(logits: torch.Tensor, row: SampleRow) -> None:
         ids, bias = _known(dict(sampling.logit_bias), logits)
         logits[ids] += bias
     if sampling.repetition_penalty != 1.0:
-        strength = sampling.repetition_penalty
+        strength = max(sampling.repetition_penalty, 1 / _LARGEST)
         ids, _ = _known(dict.fromkeys([*row.prompt_ids, *row.output_ids], 0.0), logits)
         seen = logits[ids]
-        logits[ids] = torch.where(seen > 0, seen / strength, seen * strength)
+        scaled = torch.where(seen > 0, seen / strength, seen * strength)
+        logits[ids] = scaled.clamp(max=_LARGEST)
     if row.output_ids and (sampling.presence_penalty or sampling.frequency_penalty):
         ids, counts = _known(Counter(row.output_ids), logits)
         logits[ids] -= counts * sampling.frequency_penalty + sampling.presence_penalty

@@ -7,6 +7,8 @@ The answers are exact, so they do not depend on how they are found. On the CPU N
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -18,6 +20,20 @@ def argmax_rows(values: torch.Tensor) -> list[int]:
         return found
     indices: list[int] = values.argmax(dim=-1).tolist()
     return indices
+
+
+def finite_at(values: torch.Tensor, indices: Sequence[int]) -> list[bool]:
+    """Whether values[r, indices[r]] is finite, for each row of [R, V]. At the index that
+    argmax_rows gave this judges the whole row: a NaN counts as the largest, and a row of nothing
+    but minus infinity has no other.
+    """
+    if values.device.type == "cpu":
+        found = values.numpy()[np.arange(len(indices)), indices]
+        finite: list[bool] = np.isfinite(found).tolist()
+        return finite
+    wanted = torch.tensor(indices, device=values.device).unsqueeze(-1)
+    on_device: list[bool] = values.gather(-1, wanted)[:, 0].isfinite().tolist()
+    return on_device
 
 
 def largest_rows(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ kept too, so the outcome never depends on the order of a sort.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,13 +23,17 @@ from engine_actor.model.logprobs import token_logprobs as token_logprobs
 from engine_actor.model.penalties import SampleRow as SampleRow
 from engine_actor.model.penalties import edit, is_edited
 from engine_actor.model.random_draw import uniform, unseeded
-from engine_actor.model.row_scan import argmax_rows
+from engine_actor.model.row_scan import argmax_rows, finite_at
 from engine_actor.model.truncation import cutoffs
 
 _ROWS_AT_ONCE = {"cpu": 1}
 """Rows drawn together. On the CPU one row's buffers stay in the cache, which is several times
 faster than a batch; elsewhere (default below) it bounds the [rows, vocabulary] buffers."""
 _ROWS_AT_ONCE_ON_DEVICE = 32
+
+
+class BrokenLogits(ArithmeticError):
+    """The model gave a row that is no distribution (NaN, or nothing finite): there is no token."""
 
 
 class Sampler:
@@ -45,14 +49,15 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """One token for each row of fp32 logits [R, V], in the rows' order. The logits are left as
-        they are. A batch of greedy rows that asks for nothing else is one argmax.
+        they are. A batch of greedy rows that asks for nothing else is one argmax. Raises
+        BrokenLogits where a row has no finite maximum; no row has a token then.
         """
         if not rows:
             return []
         if self._vocab_size is not None and logits.shape[1] > self._vocab_size:
             logits = logits[:, : self._vocab_size]
         if all(_is_plain(row) for row in rows):
-            tokens = argmax_rows(logits)
+            tokens = _best(logits, rows)
             return [SampledToken(row.key, token) for row, token in zip(rows, tokens, strict=True)]
         edited = edit(logits, rows)
         tokens = self._choose(edited, rows)
@@ -67,7 +72,7 @@ class Sampler:
         greedy = [index for index, row in enumerate(rows) if row.sampling.greedy]
         tokens = [0] * len(rows)
         if greedy:
-            _put(tokens, greedy, argmax_rows(_pick(logits, greedy)))
+            _put(tokens, greedy, _best(_pick(logits, greedy), [rows[index] for index in greedy]))
         at_once = _ROWS_AT_ONCE.get(logits.device.type, _ROWS_AT_ONCE_ON_DEVICE)
         for start in range(0, len(drawn), at_once):
             part = drawn[start : start + at_once]
@@ -79,12 +84,26 @@ class Sampler:
             [[row.sampling.temperature] for row in rows], dtype=torch.float32, device=logits.device
         )
         probabilities = torch.softmax(logits / temperatures, dim=-1)
+        # One value that is not finite makes every probability of its row NaN.
+        _require_finite(finite_at(probabilities, [0] * len(rows)), rows)
         points = [self._uniform(row) for row in rows]
         return invert(probabilities, cutoffs(probabilities, rows), points)
 
     def _uniform(self, row: SampleRow) -> float:
         seed = row.sampling.seed
         return uniform(unseeded(self._base_seed, row.key) if seed is None else seed, row.position)
+
+
+def _best(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+    tokens = argmax_rows(logits)
+    _require_finite(finite_at(logits, tokens), rows)
+    return tokens
+
+
+def _require_finite(finite: Iterable[bool], rows: Sequence[SampleRow]) -> None:
+    broken = [row.key for row, is_finite in zip(rows, finite, strict=True) if not is_finite]
+    if broken:
+        raise BrokenLogits(f"no finite logits for {broken}")
 
 
 def _is_plain(row: SampleRow) -> bool:

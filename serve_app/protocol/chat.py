@@ -32,6 +32,13 @@ class Message(BaseModel):
     content: str | list[TextPart]
     name: str | None = None
 
+    @property
+    def n_characters(self) -> int:
+        """Characters of all its text."""
+        if isinstance(self.content, str):
+            return len(self.content)
+        return sum(len(part.text) for part in self.content)
+
 
 class ChatRequest(SharedRequest):
     """OpenAI's chat request, without tools."""

@@ -207,7 +207,7 @@ def _sampling(
             ignore_eos=bool(request.ignore_eos),
         )
         require_ids(sampling.stop_token_ids, served.vocab_size, "stop_token_ids")
-        sampling.require_vocabulary(served.vocab_size)
+        sampling.require_vocabulary(served.vocab_size, served.eos_token_ids)
     except InvalidParam as error:
         raise from_invalid_param(error) from None
     return sampling

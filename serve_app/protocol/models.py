@@ -9,7 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model as clients see it. `created` in unix seconds; `meta` is shown as it is."""
+    """The model as clients see it. `created` in unix seconds; `meta` is shown as it is.
+    `eos_token_ids` end a text.
+    """
 
     name: str
     created: int
@@ -17,6 +19,7 @@ class ServedModel:
     kv_tokens: int
     vocab_size: int
     meta: Mapping[str, Any] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
 
     def card(self) -> dict[str, Any]:
         """OpenAI's model object, with the limits that a client asks for next."""

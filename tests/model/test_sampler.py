@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine_actor.core.params import InvalidParam, SamplingParams
-from engine_actor.model.sampler import Sampler, SampleRow, token_logprobs
+from engine_actor.model.sampler import BrokenLogits, Sampler, SampleRow, token_logprobs
 
 
 def _row(
@@ -131,6 +131,35 @@ def test_every_banned_id_is_out_before_min_tokens() -> None:
     """All eos ids are banned together; the best of the rest is made, greedy or drawn."""
     for sampling in (_greedy(min_tokens=2), SamplingParams(min_tokens=2, top_k=1)):
         assert _tokens([[9.0, 8.0, 7.0, 1.0]], [_row(sampling, banned=(0, 1, 2))]) == [3]
+
+
+@pytest.mark.parametrize("strength", [5e-324, 1e-40, 1e-30])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0])
+def test_the_smallest_repetition_penalty_is_a_choice_of_seen_ids(
+    strength: float, temperature: float
+) -> None:
+    """What the door lets in never makes infinities, which would be NaN after the softmax."""
+    sampling = SamplingParams(temperature=temperature, repetition_penalty=strength, seed=1)
+    row = _row(sampling, prompt=[1], output=[2])
+    logits = [[50.0, 3.0, -2.0], [50.0, -math.inf, 0.5]]
+    assert _tokens(logits[:1], [row]) == [1]
+    assert _tokens(logits[1:], [row]) == [2]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_broken_logits_are_an_error_that_names_the_row(
+    broken: float, temperature: float, logprobs: int | None
+) -> None:
+    sampling = SamplingParams(temperature=temperature, logprobs=logprobs)
+    rows = [_row(sampling, rid=rid) for rid in range(3)]
+    logits = torch.zeros(3, 8)
+    logits[1, 5] = broken
+    with pytest.raises(BrokenLogits, match=r"\[\('c', 1\)\]"):
+        Sampler().sample(logits, rows)
+    with pytest.raises(BrokenLogits):
+        Sampler().sample(torch.full((3, 8), -math.inf), rows)
 
 
 def test_padded_ids_are_never_made() -> None:

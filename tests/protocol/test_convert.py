@@ -51,6 +51,17 @@ def test_stop_ids_outside_the_vocabulary_are_refused(ids: list[int]) -> None:
     assert refused(stop_token_ids=ids).param == "stop_token_ids"
 
 
+def test_min_tokens_leaves_something_to_draw() -> None:
+    """Huge values are refused by name; so is a ban of the whole vocabulary."""
+    assert refused(min_tokens=10**400).param == "min_tokens"
+    served = ServedModel("m", 1, 512, 1024, vocab_size=4, eos_token_ids=(3,))
+    with pytest.raises(ApiError) as caught:
+        job(served, min_tokens=1, stop_token_ids=[0, 1, 2])
+    assert (caught.value.status, caught.value.param) == (400, "stop_token_ids")
+    assert job(served, min_tokens=1, stop_token_ids=[0, 1]).sampling.min_tokens == 1
+    assert job(served, stop_token_ids=[0, 1, 2, 3]).sampling.min_tokens == 0
+
+
 @pytest.mark.parametrize("ids", [[-1], [1000], [3, 2**70]])
 def test_prompt_ids_outside_the_vocabulary_are_refused(ids: list[int]) -> None:
     """B-28: `"prompt": [[-1]]`."""
