@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from serve_app.protocol.errors import ApiError, from_validation
+from serve_app.protocol.fields import MAX_TIMEOUT_S
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -75,8 +76,11 @@ def timeout_from_header(value: str | None) -> float | None:
         seconds = float(value)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ApiError("invalid_value", "x-request-timeout: must be a positive number of seconds")
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise ApiError(
+            "invalid_value",
+            f"x-request-timeout: must be a number of seconds above 0, at most {MAX_TIMEOUT_S:.0f}",
+        )
     return seconds
 
 

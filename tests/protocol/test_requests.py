@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from serve_app.protocol.bodies import parse_model, parse_object, timeout_from_header
 from serve_app.protocol.chat import ChatRequest
 from serve_app.protocol.completions import CompletionRequest
+from serve_app.protocol.convert import completion_job
 from serve_app.protocol.errors import KINDS, ApiError
+from serve_app.protocol.job import EncodedPrompt
+from serve_app.protocol.models import ServedModel
 
 
 def refused(body: dict[str, Any], kind: Any = CompletionRequest) -> tuple[str, str | None]:
@@ -160,7 +163,7 @@ def test_good_bodies_pass() -> None:
     assert parse_object(b'{"a":1,"a":2}') == {"a": 2}
 
 
-@pytest.mark.parametrize("value", ["", "abc", "0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("value", ["", "abc", "0", "-1", "nan", "inf", "1e6", "1e306"])
 def test_a_bad_timeout_header_is_refused(value: str) -> None:
     with pytest.raises(ApiError):
         timeout_from_header(value)
@@ -169,7 +172,12 @@ def test_a_bad_timeout_header_is_refused(value: str) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**400, -(10**400), 1e308, 5e-324])
+    | st.floats()
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=6,
 )
@@ -181,11 +189,14 @@ def test_any_json_is_taken_or_refused_with_a_known_code(body: dict[str, Any]) ->
     """Whatever comes, the answer is a request or a 400 that can be encoded; never anything else."""
     refusal: ApiError | None = None
     try:
-        parse_model(CompletionRequest, body)
+        request = parse_model(CompletionRequest, {"prompt": "a", **body})
+        served = ServedModel("m", 1, max_model_len=64, kv_tokens=64, vocab_size=99)
+        completion_job(request, [EncodedPrompt((1, 2), "a")], served, max_logprobs=5)
     except ApiError as error:
         refusal = error
     if refusal is not None:
         assert refusal.code in KINDS
-        assert refusal.status == 400
-        assert refusal.param in body or refusal.code == "missing_required_parameter"
+        assert refusal.status == (404 if refusal.code == "model_not_found" else 400)
+        assert refusal.param in body
+        assert len(refusal.message) < 1000
         json.dumps(refusal.body()).encode()
