@@ -47,13 +47,13 @@ class Loaded:
         return Engine(settings, facts, self.runner, sampler)
 
 
-def load(folder: Path, numerics: str) -> Loaded:
-    """The checkpoint's runner on the CPU."""
+def load(folder: Path, numerics: str, device: str = "cpu") -> Loaded:
+    """The checkpoint's runner on a device."""
     opened = open_checkpoint(folder)
     runner = build_runner(
         opened.config,
         opened.weights(),
-        device="cpu",
+        device=device,
         numerics=numerics,
         block_tokens=BLOCK,
         used_vocab=opened.usable_vocab_size(),
