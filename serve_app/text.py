@@ -79,7 +79,7 @@ class TextStream:
             self._n_tokens += 1
             self.decoded += len(text)
             if self._n_tokens <= self._min_tokens:
-                pieces.append(text)
+                pieces.append(self._matcher.pass_over(text))
                 continue
             text, self.stopped = self._matcher.add(text)
             pieces.append(text)
@@ -95,7 +95,10 @@ class TextStream:
             return TextDelta("")
         rest = self._detokenizer.flush()
         self.decoded += len(rest)
-        text, self.stopped = self._matcher.add(rest)
+        if self._n_tokens <= self._min_tokens:
+            text = self._matcher.pass_over(rest)
+        else:
+            text, self.stopped = self._matcher.add(rest)
         return TextDelta(text + self._matcher.flush(), self.stopped)
 
     @property

@@ -36,17 +36,20 @@ class StopMatcher:
             return "", None
         if not self._stops:
             return text, None
-        seen = self._tail + text
-        sent = len(self._tail) if self._include else 0
-        match = self._first(seen)
-        if match is not None:
-            start, stop = match
-            self._stopped = True
-            self._tail = ""
-            return seen[sent : start + len(stop) if self._include else start], stop
-        kept = self._open_end(seen)
-        self._tail = seen[len(seen) - kept :]
-        return seen[sent : len(seen) if self._include else len(seen) - kept], None
+        match = self._first(self._tail + text, len(self._tail))
+        if match is None:
+            return self._keep(text), None
+        start, stop = match
+        seen, sent = self._tail + text, len(self._tail) if self._include else 0
+        self._stopped = True
+        self._tail = ""
+        return seen[sent : start + len(stop) if self._include else start], stop
+
+    def pass_over(self, text: str) -> str:
+        """Take a piece in which no stop string counts. One that only begins in it still does: its
+        beginning is held back as ever. Returns the text to send.
+        """
+        return text if not self._stops else self._keep(text)
 
     def flush(self) -> str:
         """The text has ended: return what was held back."""
@@ -59,11 +62,20 @@ class StopMatcher:
         """Characters held back now."""
         return 0 if self._include else len(self._tail)
 
-    def _first(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the match that is complete first, the longest of those."""
+    def _keep(self, text: str) -> str:
+        """Text to send where nothing has matched."""
+        seen, sent = self._tail + text, len(self._tail) if self._include else 0
+        kept = self._open_end(seen)
+        self._tail = seen[len(seen) - kept :]
+        return seen[sent : len(seen) if self._include else len(seen) - kept]
+
+    def _first(self, text: str, n_old: int) -> tuple[int, str] | None:
+        """(start, stop string) of the match that is complete first, the longest of those. One that
+        is complete within the first n_old characters was passed over.
+        """
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, n_old - len(stop) + 1))
             if start >= 0:
                 found = (start + len(stop), start, stop)
                 if best is None or found[:2] < best[:2]:

@@ -94,6 +94,46 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     assert (delta.text, delta.stopped, delta.consumed) == ("b", "!", 2)
 
 
+def test_a_stop_string_across_the_end_of_min_tokens() -> None:
+    """It is complete after them, so it counts, and its beginning has not been sent."""
+    stream = TextStream(_Pieces("x", " EN", "D!y"), (), ["END!"], min_tokens=2)
+    assert stream.add([0, 1]).text == "x "
+    delta = stream.add([2])
+    assert (delta.text, delta.stopped) == ("", "END!")
+    passed = TextStream(_Pieces("x", "EN", "D!", "y"), (), ["END!", "!yz"], min_tokens=3)
+    assert passed.add([0, 1, 2]).text == "xEND"
+    assert (passed.add([3]).text, passed.finish().text) == ("", "!y")
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="abA", max_size=4), min_size=1, max_size=10),
+    stops=st.lists(st.text(alphabet="abA", min_size=1, max_size=4), min_size=1, max_size=4),
+    min_tokens=st.integers(0, 10),
+    step=st.integers(1, 10),
+    include=st.booleans(),
+)
+def test_min_tokens_by_the_rule(
+    pieces: list[str], stops: list[str], min_tokens: int, step: int, include: bool
+) -> None:
+    """The rule, said plainly: grow the text by one character until it ends with a stop string, and
+    look only at characters of tokens after the first min_tokens.
+    """
+    stream = TextStream(_Pieces(*pieces), (), stops, include_stop=include, min_tokens=min_tokens)
+    ids, sent = list(range(len(pieces))), ""
+    for start in range(0, len(ids), step):
+        sent += stream.add(ids[start : start + step]).text
+    sent += stream.finish().text
+    whole = "".join(pieces)
+    for end in range(len("".join(pieces[:min_tokens])) + 1, len(whole) + 1):
+        met = [stop for stop in stops if whole[:end].endswith(stop)]
+        if met:
+            stop = max(met, key=len)
+            kept = whole[: end if include else end - len(stop)]
+            assert (sent, stream.stopped) == (kept, stop)
+            return
+    assert (sent, stream.stopped) == (whole, None)
+
+
 def test_special_tokens_are_left_out_unless_asked_for() -> None:
     """Chat markers have no text; skip_special=False writes them."""
     tokenizer = Tokenizer(ALL["byte_level"]())
