@@ -26,14 +26,21 @@ class EngineActor:
 
     def __init__(self, name: str, app_args: dict[str, Any]) -> None:
         import asyncio
+        import logging
+        import time
 
         from engine_actor.build import build_service
         from engine_actor.ray_metrics import RayMirror
         from engine_actor.watchdog import Watchdog, leave_process
 
+        logging.basicConfig(format="%(levelname)s %(name)s -- %(message)s")
+        log = logging.getLogger("engine_actor")
+        log.setLevel(logging.INFO)
+        begun = time.monotonic()
         self._name = name
         self._model = app_args["model"]["path"]
         self._service = build_service(app_args, name=name)
+        log.info("%s loaded in %.1f s", name, time.monotonic() - begun)
         limit_s = app_args["engine"]["watchdog_s"]
         self._watchdog = Watchdog(self._service.heartbeat, limit_s, leave=leave_process)
         self._mirror = RayMirror(name, lambda: asyncio.run(self._service.metrics_snapshot()))

@@ -40,7 +40,7 @@ HAPROXY_PORTS = {
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
 }
 """Ports HAProxy mode takes beside the HTTP port; another one is chosen where one is in use."""
-FAILED = re.compile(r"Deploying app '[^']*' failed|DEPLOY_FAILED|Failed to bind")
+FAILED = re.compile(r"Deploying app '[^']*' failed|DEPLOY_FAILED")
 GCS = re.compile(r"--gcs-address=(\S+)")
 READY_POLL_S = 0.1
 STOP_GRACE_S = 20.0

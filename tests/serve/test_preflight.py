@@ -1,0 +1,108 @@
+"""All that scripts/serve can refuse before Ray starts, and the configuration it derives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.load import read_serve_config
+from serve_app import preflight
+from serve_app.preflight import main, with_port, without_haproxy
+
+
+@pytest.fixture
+def shipped(project_root):
+    return read_serve_config(project_root / "serve_config.yaml")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    from engine_actor.load.tiny import write_tiny
+
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def config(tmp_path, shipped, tiny):
+    """The shipped file, pointed at a tiny checkpoint."""
+    shipped["applications"][0]["args"]["model"] = {"path": str(tiny)}
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(shipped))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_the_file_itself_is_run_where_nothing_is_changed(monkeypatch, config, tiny, capsys):
+    monkeypatch.setattr(preflight, "has_haproxy", lambda: True)
+    assert main([str(config)]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "config": str(config),
+        "port": 8000,
+        "drain_s": 60.0,
+        "model": str(tiny),
+        "weights": "dense: 10 dense",
+    }
+
+
+def test_another_port_is_put_into_a_copy(monkeypatch, config, capsys):
+    monkeypatch.setattr(preflight, "has_haproxy", lambda: True)
+    assert main([str(config), "--port", "8100"]) == 0
+    start = json.loads(capsys.readouterr().out)
+    assert start["port"] == 8100
+    copy, original = read_serve_config(Path(start["config"])), read_serve_config(config)
+    assert copy["http_options"]["port"] == 8100
+    assert copy["applications"] == original["applications"]
+    assert read_serve_config(config)["http_options"]["port"] == 8000
+
+
+def test_without_haproxy_only_its_switch_goes(shipped):
+    variables = shipped["controller_options"]["runtime_env"]["env_vars"]
+    plain = without_haproxy(shipped)
+    left = plain["controller_options"]["runtime_env"]["env_vars"]
+    assert set(variables) - set(left) == {"RAY_SERVE_ENABLE_HA_PROXY"}
+    assert plain["applications"] == shipped["applications"]
+    assert without_haproxy({"applications": []})["controller_options"]["runtime_env"] == {
+        "env_vars": {}
+    }
+
+
+def test_the_default_port_is_8000():
+    assert with_port({}, None) == ({"http_options": {}}, 8000)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("DEEPINFER_MODEL__PATH", "/nowhere", "/nowhere"),
+        ("DEEPINFER_ENGINE__MAX_NUM_SEQS", "0", "engine.max_num_seqs"),
+        ("DEEPINFER_ENGINE__NO_SUCH", "1", "engine.no_such"),
+    ],
+)
+def test_a_refusal_is_one_line_and_names_its_cause(
+    monkeypatch, config, capsys, variable, value, why
+):
+    monkeypatch.setenv(variable, value)
+    assert main([str(config)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.startswith("error: ")
+    assert why in said.err
+
+
+def test_a_broken_checkpoint_is_refused_before_anything_starts(
+    monkeypatch, config, tmp_path, capsys
+):
+    folder = tmp_path / "half"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    monkeypatch.setenv("DEEPINFER_MODEL__PATH", str(folder))
+    assert main([str(config)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
