@@ -16,11 +16,18 @@ from serve_app.chat import ChatTokenizer, chat_prompt
 from serve_app.choice import TextTokenizer
 from serve_app.engine_link import EngineLink
 from serve_app.generation import Generation
+from serve_app.long_prompt import TextTooLong, encode_at_most
 from serve_app.protocol import unsupported
 from serve_app.protocol.bodies import parse_model
 from serve_app.protocol.chat import ChatRequest, Message
 from serve_app.protocol.completions import CompletionRequest, PromptItem
-from serve_app.protocol.convert import chat_job, completion_job, require_ids, require_model
+from serve_app.protocol.convert import (
+    chat_job,
+    completion_job,
+    prompt_too_long,
+    require_ids,
+    require_model,
+)
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.fields import SharedRequest
 from serve_app.protocol.job import EncodedPrompt, GenerationJob
@@ -90,13 +97,13 @@ class Intake:
             chat, warning = self._parse(ChatRequest, body, unsupported.CHAT)
             served = await self.served()
             require_model(chat.model, served)
-            prompt = await self.encode_messages(chat.messages)
+            prompt = await self.encode_messages(chat.messages, served)
             job = chat_job(chat, prompt, served, timeout_s, trace_id)
             return Accepted(job, endpoint, warning)
         request, warning = self._parse(CompletionRequest, body, unsupported.COMPLETIONS)
         served = await self.served()
         require_model(request.model, served)
-        prompts = await self.encode_prompts(request.prompts(), served.vocab_size)
+        prompts = await self.encode_prompts(request.prompts(), served)
         job = completion_job(request, prompts, served, self.http.max_logprobs, timeout_s, trace_id)
         return Accepted(job, endpoint, warning)
 
@@ -145,29 +152,38 @@ class Intake:
         )
 
     async def encode_prompts(
-        self, prompts: tuple[PromptItem, ...], vocab_size: int
+        self, prompts: tuple[PromptItem, ...], served: ServedModel
     ) -> list[EncodedPrompt]:
         """Prompts as ids and text. Raises ApiError naming `prompt`."""
         for prompt in prompts:
             if not isinstance(prompt, str):
-                require_ids(prompt, vocab_size, "prompt")
+                require_ids(prompt, served.vocab_size, "prompt")
         size = sum(len(prompt) for prompt in prompts)
-        return await _off_loop(size, lambda: [self._encode(prompt) for prompt in prompts])
+        try:
+            return await _off_loop(size, lambda: [self._encode(p, served) for p in prompts])
+        except TextTooLong:
+            raise prompt_too_long(served, "prompt") from None
 
-    async def encode_messages(self, messages: list[Message]) -> EncodedPrompt:
+    async def encode_messages(self, messages: list[Message], served: ServedModel) -> EncodedPrompt:
         """Messages through the tokenizer's own template. Raises ApiError naming `messages`."""
         turns = [message.model_dump(exclude_none=True) for message in messages]
 
         def render() -> EncodedPrompt:
             text = chat_prompt(self.tokenizer, turns)
             # The template writes the special tokens itself.
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            ids = encode_at_most(
+                lambda part: self.tokenizer.encode(part, add_special_tokens=False),
+                text,
+                served.most_tokens,
+            )
             return EncodedPrompt(tuple(ids), text)
 
         try:
             prompt = await _off_loop(sum(message.n_characters for message in messages), render)
         except InvalidParam as error:
             raise ApiError("invalid_value", str(error), "messages") from None
+        except TextTooLong:
+            raise prompt_too_long(served, "messages") from None
         if not prompt.ids:
             raise ApiError("invalid_value", "messages: the prompt is empty", "messages")
         return prompt
@@ -180,9 +196,9 @@ class Intake:
         """Ids as text, special tokens written out."""
         return await _off_loop(len(ids), lambda: self.tokenizer.decode(ids, skip_special=False))
 
-    def _encode(self, prompt: PromptItem) -> EncodedPrompt:
+    def _encode(self, prompt: PromptItem, served: ServedModel) -> EncodedPrompt:
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
+            ids = encode_at_most(self.tokenizer.encode, prompt, served.most_tokens)
             if not ids:
                 raise ApiError("invalid_value", "prompt: has no tokens", "prompt")
             return EncodedPrompt(tuple(ids), prompt)

@@ -37,7 +37,7 @@ def add_model_routes(app: FastAPI, intake: Intake) -> None:
         if (wanted.prompt is None) == (wanted.messages is None):
             raise ApiError("invalid_value", "prompt: give either prompt or messages", "prompt")
         if wanted.messages is not None:
-            ids = (await intake.encode_messages(wanted.messages)).ids
+            ids = (await intake.encode_messages(wanted.messages, served)).ids
         else:
             special = wanted.add_special_tokens is not False
             ids = tuple(await intake.encode_text(wanted.prompt or "", special))

@@ -154,7 +154,7 @@ def _fit(
 ) -> int:
     """max_tokens that fits the context and the whole KV pool beside the longest prompt."""
     longest = max(len(prompt.ids) for prompt in prompts)
-    room = min(served.max_model_len, served.kv_tokens) - longest
+    room = served.most_tokens - longest
     if asked is not None:
         wanted = asked
     elif default is None:
@@ -167,15 +167,24 @@ def _fit(
     return wanted
 
 
-def _too_long(prompt: int, wanted: int, served: ServedModel) -> str:
-    limit = f"the model's context is {served.max_model_len}"
+def prompt_too_long(served: ServedModel, param: str) -> ApiError:
+    """The refusal of a prompt that is so long that nobody has counted its tokens."""
+    message = f"The prompt has more than {served.most_tokens} tokens, but {_limit(served)}"
+    return ApiError("context_length_exceeded", message, param)
+
+
+def _limit(served: ServedModel) -> str:
     if served.kv_tokens < served.max_model_len:
-        limit = f"the KV pool holds {served.kv_tokens}"
+        return f"the KV pool holds {served.kv_tokens}"
+    return f"the model's context is {served.max_model_len}"
+
+
+def _too_long(prompt: int, wanted: int, served: ServedModel) -> str:
     asked = str(wanted) if wanted < 10**18 else "too many"
     needs = str(prompt + wanted) if wanted < 10**18 else "too many"
     return (
         f"The request needs {needs} tokens ({prompt} in the prompt, {asked} for the completion), "
-        f"but {limit}"
+        f"but {_limit(served)}"
     )
 
 

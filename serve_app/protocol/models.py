@@ -21,6 +21,11 @@ class ServedModel:
     meta: Mapping[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest request: prompt and completion."""
+        return min(self.max_model_len, self.kv_tokens)
+
     def card(self) -> dict[str, Any]:
         """OpenAI's model object, with the limits that a client asks for next."""
         return {
