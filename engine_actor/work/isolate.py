@@ -55,9 +55,10 @@ class Tally:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give freed memory back to the device, so that a smaller retry can have it in one piece."""
-    gc.collect(0)
+    """Give freed memory back to the device, so that a smaller retry can have it in one piece. The
+    CPU's allocator keeps nothing back."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
