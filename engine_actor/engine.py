@@ -96,12 +96,16 @@ class Engine:
         return code
 
     def cancel(self, client: str, message: Cancel) -> None:
-        """End one request; unknown ones leave a tombstone, so that a late submit ends as well."""
+        """End one request; unknown ones leave a tombstone, so that a late submit ends as well. One
+        that met its stop string has ended well, so it counts as `stop`.
+        """
         key = (message.owner or client, message.rid)
         code = DeadlineExceeded.code if message.reason == "deadline" else CANCELLED
         seq = self.scheduler.cancel(key, code)
         if seq is None:
             self._tombstones.add(key)
+        elif message.reason == "stop_string":
+            self._end(seq, FinishReason.STOP)
         else:
             self._end(seq, FinishReason.CANCELLED, code)
 

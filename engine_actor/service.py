@@ -77,16 +77,20 @@ class EngineService:
         """Run messages in order, once per (client, seq). Returns (seq, rejected, load); a rejection
         is (rid, code), rid -1 where a malformed message has none. A post with a submit is answered
         once the engine has looked at it, any other at once. Raises EngineRestarted to a client that
-        is not attached.
+        is not attached, or not any more when its messages would run.
         """
         session = self._sessions.get(client)
         decoded, malformed = decode_leniently(messages)
+
+        def run(engine: Engine) -> Rejected:
+            # Overtaken by an end of its session: nobody would hear of what it starts.
+            self._sessions.require(client, session)
+            return malformed + apply(engine, client, decoded)
+
         with session.lock:
             if seq > session.last_seq:
                 session.last_seq = seq
-                session.last_reply = self._loop.call(
-                    lambda engine: malformed + apply(engine, client, decoded)
-                )
+                session.last_reply = self._loop.call(run)
             reply = session.last_reply if seq == session.last_seq else None
         if reply is None:
             return seq, [], astuple(self._load)

@@ -61,6 +61,11 @@ class Sessions:
         session.seen = self._clock.now()
         return session
 
+    def require(self, client: str, session: Session) -> None:
+        """Raise EngineRestarted where `session` is not the client's present one."""
+        if self._sessions.get(client) is not session:
+            raise EngineRestarted(f"{client} has another session now")
+
     def publish(self, step: StepEvents) -> list[str]:
         """Give each client its share. Returns those whose backlog is full; they are closed."""
         return [

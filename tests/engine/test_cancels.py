@@ -147,6 +147,20 @@ def test_a_cancel_of_another_client_s_request_names_its_owner() -> None:
     assert driver.heard["b", 1].code == "cancelled"
 
 
+def test_a_stop_string_is_an_end_and_no_cancel() -> None:
+    """The ingress meets it and tells the engine, whose counters say how texts ended."""
+    engine = make_engine(HashRunner())
+    driver = Driver(engine)
+    driver.submit(1, (1, 2), 50)
+    driver.step()
+    engine.cancel(CLIENT, Cancel(1, "stop_string"))
+    driver.run()
+    assert (driver.end(1), driver.heard[CLIENT, 1].code) == (Flag.STOP, None)
+    assert engine.metrics.value("requests_finished_total", "stop") == 1
+    assert engine.metrics.value("cancelled_total") == 0
+    driver.assert_all_free()
+
+
 def test_tombstones_are_bounded_and_used_once() -> None:
     from engine_actor.door import Tombstones
 

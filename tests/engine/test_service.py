@@ -142,3 +142,29 @@ def test_attaching_again_ends_what_was_there_before() -> None:
 
     with serving(runner, kv_blocks=1000) as service:
         bounded(scene(service))
+
+
+def test_a_post_that_a_new_session_has_overtaken_starts_nothing() -> None:
+    """The old session's post is on its way while the client attaches again: its requests would run
+    to their ends with nobody to hear them.
+    """
+
+    async def scene(service: EngineService) -> None:
+        client = Client(service)
+        await client.attach()
+        busy = threading.Event()
+        service._loop.call(lambda engine: busy.wait(WAIT_S))
+        attaching = asyncio.create_task(service.attach("c", 1))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(client.post(submit(1, max_tokens=1000)))
+        await asyncio.sleep(0)
+        busy.set()
+        await attaching
+        with pytest.raises(EngineRestarted, match="another session"):
+            await late
+        assert service._engine.metrics.value("requests_received_total") == 0
+        assert await client.post(submit(2)) == []
+        assert (await client.read_until_end(2))[2].flag is Flag.LENGTH
+
+    with serving() as service:
+        bounded(scene(service))
