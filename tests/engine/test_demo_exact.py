@@ -21,6 +21,8 @@ from tests.engine.real_engine import ForcedSampler, Loaded, load, texts
 from tests.engine.real_reference import greedy_choices, logits_along
 from tests.hub_reference import hub_model
 
+pytestmark = pytest.mark.slow
+
 N = 64
 TEXTS = (
     "The capital of France is",
