@@ -133,7 +133,7 @@ class TransformersPeer:
     dense matrix product does not depend on them.
     """
 
-    streams = (1,)
+    streams: tuple[int, ...] = (1,)
 
     def __init__(self, config_folder: Path, dtype: str, prompts: Prompts) -> None:
         import torch
@@ -176,7 +176,7 @@ class LlamaCppPeer:
     """llama.cpp, prebuilt, in a Node process that stays up between measurements."""
 
     name = "llama.cpp"
-    streams = (1,)
+    streams: tuple[int, ...] = (1,)
 
     def __init__(self, packages: Path, gguf: Path, threads: int, prompts: Prompts) -> None:
         script = Path(__file__).with_name("llama_peer.mjs")

@@ -1,4 +1,4 @@
-"""What a work needs of a model. `model.runner.ModelRunner` is the real one; tests script their own."""
+"""What a work needs of a model. `model.forward.ModelRunner` is the real one; tests write theirs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Runner(Protocol):
         """Hidden states [T, hidden] before layer 0."""
         ...
 
-    def run_layers(self, hidden: torch.Tensor, inputs: BatchInputs, first: int, last: int) -> torch.Tensor:
+    def run_layers(
+        self, hidden: torch.Tensor, inputs: BatchInputs, first: int, last: int
+    ) -> torch.Tensor:
         """Apply layers first..last-1, writing their KV. Returns the new [T, hidden]."""
         ...
 
@@ -34,7 +36,7 @@ class Runner(Protocol):
         ...
 
     def resize_kv(self, n_blocks: int) -> None:
-        """Grow or shrink the KV tensors to n_blocks, keeping the content of the blocks that stay."""
+        """Grow or shrink the KV tensors to n_blocks; the blocks that stay keep their content."""
         ...
 
     def kv_checksum(self, blocks: tuple[int, ...]) -> int:
