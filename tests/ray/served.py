@@ -139,10 +139,14 @@ class Served:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def stop(self, seconds: float = 120.0) -> int:
+    def stop(self) -> int:
         """SIGTERM, if it still runs; the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
+        return self.finish()
+
+    def finish(self, seconds: float = 120.0) -> int:
+        """Wait for its end; the exit code."""
         code = self.process.wait(seconds)
         self._reader.join(10)
         return code

@@ -171,7 +171,7 @@ def test_sigterm_lets_an_open_stream_reach_its_end(served):
     assert is_done
     assert finish == "length"
     assert text
-    assert served.stop() == 0
+    assert served.finish() == 0
     print(f"\nSIGTERM to exit with a stream open: {time.monotonic() - begun:.1f} s")
     assert port_is_free(served.port)
     assert served.members() == []

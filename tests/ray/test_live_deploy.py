@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_a_changed_user_config_reaches_the_engine_without_a_restart(live: Live, 
     pid = live.actor("EngineActor").pid
     (config,) = live.served.every(r"Running config file: '([^']+)'")
     (dashboard,) = live.served.every(r"View the dashboard at \S*?(http://[\d.:]+)")
-    document = read_serve_config(config[1])
+    document = read_serve_config(Path(config[1]))
 
     def deploy(user_config: dict) -> None:
         document["applications"][0]["deployments"][0]["user_config"] = user_config
