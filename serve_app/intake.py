@@ -158,6 +158,8 @@ class Intake:
         for prompt in prompts:
             if not isinstance(prompt, str):
                 require_ids(prompt, served.vocab_size, "prompt")
+                if len(prompt) > served.most_tokens:
+                    raise prompt_too_long(served, "prompt")
         size = sum(len(prompt) for prompt in prompts)
         try:
             return await _off_loop(size, lambda: [self._encode(p, served) for p in prompts])

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from serve_app.protocol.bounds import refuse_oversized
 from serve_app.protocol.errors import ApiError, from_validation
 from serve_app.protocol.fields import MAX_TIMEOUT_S
 
@@ -60,6 +61,7 @@ def refuse_lone_surrogates(body: Mapping[str, Any]) -> None:
 
 def parse_model(kind: type[Model], body: Mapping[str, Any]) -> Model:
     """Validate a body as a request. Raises ApiError(400) with `param`."""
+    refuse_oversized(body, kind.model_fields)
     try:
         return kind.model_validate(dict(body))
     except ValidationError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from serve_app.protocol.chat import MAX_MESSAGES, Message
 
@@ -24,4 +26,11 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Any]
+
+    @field_validator("tokens")
+    @classmethod
+    def _ids(cls, tokens: list[Any]) -> list[Any]:
+        if not all(type(token) is int for token in tokens):
+            raise ValueError("token ids must all be integers")
+        return tokens

@@ -76,4 +76,7 @@ async def test_both_endpoints_name_the_parameter(make_api: ApiMaker) -> None:
         error = response.json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
         assert f"more than {limit} tokens" in error["message"]
+    ids = await api.complete([[5], [97] * (limit + 1)], max_tokens=0)
+    assert (ids.status_code, ids.json()["error"]["param"]) == (400, "prompt")
+    assert ids.json()["error"]["code"] == "context_length_exceeded"
     assert (await api.complete("a")).json()["choices"][0]["text"] == "x"
