@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Literal, cast
 
 from configs.install_plan import InstallPlan, Machine, Platform, plan_install
 from configs.schema import AppArgs
+from serve_app.launch.driver import nvidia_driver
 
 Level = Literal["ok", "note", "problem"]
 PYTHON = ((3, 11), (3, 14))
@@ -159,17 +159,6 @@ def choice_findings(args: AppArgs) -> list[Finding]:
         return [*found, Finding("choice", text, "note")]
     lines = capabilities.describe_choices(args.engine, placement.device, checkpoint)
     return found + [Finding("choice", line) for line in lines]
-
-
-def nvidia_driver() -> str | None:
-    """The driver's version as nvidia-smi says it, None without one."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = done.stdout.split()
-    return lines[0] if lines else None
 
 
 def installed_version(name: str) -> str | None:

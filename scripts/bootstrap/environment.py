@@ -17,8 +17,9 @@ import venv
 from collections.abc import Iterable
 from pathlib import Path
 
-from bootstrap.processes import exclusive
 from configs.install_plan import InstallPlan, Machine, Platform, plan_install
+from serve_app.launch.driver import nvidia_driver
+from serve_app.launch.processes import exclusive
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
@@ -140,7 +141,7 @@ def _plan(python: Path) -> tuple[InstallPlan, str | None]:
     if found is None:
         found = _inherit_torch(site)
     version, cuda = found or (None, None)
-    return plan_install(Machine(_platform(), _nvidia_driver(), version, cuda)), version
+    return plan_install(Machine(_platform(), nvidia_driver(), version, cuda)), version
 
 
 def _inherit_torch(site: Path) -> tuple[str, str | None] | None:
@@ -167,19 +168,6 @@ def _site_packages(python: Path) -> Path:
 
 def _platform() -> Platform:
     return sys.platform if sys.platform in ("win32", "darwin") else "linux"
-
-
-def _nvidia_driver() -> str | None:
-    """The NVIDIA driver's version, or None."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.split()), None)
 
 
 def _compile(python: Path) -> None:

@@ -56,3 +56,9 @@ def test_the_command_line_starts_light():
     """`--help` must not wait three seconds for torch and ray."""
     loaded = _modules_loaded_by("serve_app.cli")
     assert loaded & {"torch", "cupy", "transformers", "ray", "fastapi"} == set()
+
+
+def test_what_the_scripts_import_needs_no_installation():
+    """scripts/serve runs before .venv exists."""
+    loaded = _modules_loaded_by("serve_app.launch", "configs.load", "configs.install_plan")
+    assert loaded - set(sys.stdlib_module_names) == {"serve_app", "configs"}

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bootstrap.processes import free_port, session_members
-from bootstrap.serving import cluster_address
 from configs.load import environment
+from serve_app.launch.processes import free_port, session_members
+from serve_app.launch.server import cluster_address
 
 START_S = 240.0
 """Longest wait for a start: 15 s on two idle cores, minutes on two that others use."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bootstrap.processes import port_is_free
+from serve_app.launch.processes import port_is_free
 from tests.ray.served import Served, wait_until
 from tests.ray.streams import started_stream
 

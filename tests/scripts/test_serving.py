@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap.processes import free_port, listener, port_is_free, session_members
-from bootstrap.serving import cluster_address, settings_of
+from bootstrap.serving import settings_of
+from serve_app.launch.processes import free_port, listener, port_is_free, session_members
+from serve_app.launch.server import cluster_address
 
 # `serve run`: answers HTTP, holds a child in a process group of its own as Ray's workers are, and
 # an orphan of a dead middleman as HAProxy becomes.
@@ -42,8 +43,8 @@ time.sleep({drain_s})
 """
 _PARENT = """
 import json, sys
-sys.path.insert(0, {scripts!r})
-from bootstrap.serving import Server
+sys.path.insert(0, {root!r})
+from serve_app.launch.server import Server
 sys.exit(Server({python!r}, json.loads({plan!r}), {{}}).run())
 """
 
@@ -59,7 +60,7 @@ class Parent:
             (folder / name).chmod(0o755)
         plan = {"config": "x.yaml", "port": self.port, "drain_s": 5, "model": "m", "weights": "w"}
         script = _PARENT.format(
-            scripts=str(root / "scripts"), python=str(folder / "python"), plan=json.dumps(plan)
+            root=str(root), python=str(folder / "python"), plan=json.dumps(plan)
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True

@@ -1,5 +1,5 @@
-"""Everything the scripts ask of the operating system about processes and ports: the one place with
-POSIX-only calls. On Windows the same functions do what they can.
+"""What is asked of the operating system about processes and ports: the one place with calls that
+only POSIX has. On Windows the same functions do what they can.
 
 `serve run` is started in a session of its own, so whatever Ray and HAProxy start carries that
 session's id, however it is re-parented, and nothing of ours is left behind or confused with a
@@ -35,7 +35,7 @@ class Process:
 
 
 def start_session(
-    command: Sequence[str], cwd: Path, variables: Mapping[str, str]
+    command: Sequence[str], cwd: Path | None, variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start `command` in a session (on Windows a process group) of its own, its output piped.
 
