@@ -8,6 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from serve_app.protocol.chat import MAX_MESSAGES, Message
 
+MAX_TEXT = 1 << 20
+"""Characters of one text to count. It takes a core for seconds, and a thread that others wait for.
+"""
+
 
 class TokenizeRequest(BaseModel):
     """Either a text or messages."""
@@ -15,7 +19,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str | None = Field(None, max_length=MAX_TEXT)
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
 

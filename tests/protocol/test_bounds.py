@@ -12,7 +12,7 @@ from serve_app.protocol.bounds import MAX_ENTRIES, MAX_IDS
 from serve_app.protocol.chat import MAX_MESSAGES, ChatRequest
 from serve_app.protocol.completions import CompletionRequest
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.tokens import DetokenizeRequest
+from serve_app.protocol.tokens import MAX_TEXT, DetokenizeRequest, TokenizeRequest
 
 MANY = 300_000
 PART = {"type": "text", "text": "x"}
@@ -57,6 +57,13 @@ def test_what_stays_within_the_bounds_is_taken() -> None:
     assert len(request.prompts()[0]) == MAX_IDS
     assert parse_model(DetokenizeRequest, {"tokens": []}).tokens == []
     assert parse_model(CompletionRequest, {"prompt": "a", "unknown": [[]] * MANY}).prompt == "a"
+
+
+def test_a_text_to_count_is_bounded() -> None:
+    assert parse_model(TokenizeRequest, {"prompt": "a" * MAX_TEXT}).prompt is not None
+    with pytest.raises(ApiError, match="at most 1048576 characters") as caught:
+        parse_model(TokenizeRequest, {"prompt": "a" * (MAX_TEXT + 1)})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
 @pytest.mark.parametrize("tokens", [["1"], [1, None], [True], [1.0], "1"])
