@@ -65,7 +65,7 @@ def _decode_submit(item: object) -> Submit:
         rid=wire.expect_uint(rid, 32, "submit.rid"),
         prompt_ids=wire.unpack("u32", ids, "submit.prompt_ids"),
         sampling=_decode_sampling(sampling),
-        priority=wire.expect(priority, int, "submit.priority"),
+        priority=wire.expect_sint(priority, 32, "submit.priority"),
         deadline_ms=None
         if deadline_ms is None
         else wire.expect_uint(deadline_ms, 63, "submit.deadline_ms"),
@@ -83,7 +83,7 @@ def _decode_sampling(item: object) -> SamplingParams:
         )
     )
     for name in ("max_tokens", "min_tokens", "top_k"):
-        wire.expect(values[name], int, f"submit.sampling.{name}")
+        wire.expect_uint(values[name], 31, f"submit.sampling.{name}")
     for name in ("seed", "logprobs", "prompt_logprobs"):
         if values[name] is not None:
             wire.expect(values[name], int, f"submit.sampling.{name}")

@@ -56,11 +56,19 @@ def expect_uint(value: object, bits: int, name: str) -> int:
     return number
 
 
+def expect_sint(value: object, bits: int, name: str) -> int:
+    """`value` if it is an int of so many bits, sign included. Raises ValueError."""
+    number = expect(value, int, name)
+    if not -(2 ** (bits - 1)) <= number < 2 ** (bits - 1):
+        raise ValueError(f"{name}: {number} is not an integer of {bits} bits")
+    return number
+
+
 def expect_number(value: object, name: str) -> float:
-    """`value` if it is an int or a float (not a bool). Raises ValueError."""
-    if type(value) not in (int, float):
-        raise ValueError(f"{name}: expected a number, got {type(value).__name__}")
-    return value  # type: ignore[return-value]
+    """`value` if it is a float, or an int (not a bool) that a float can hold. Raises ValueError."""
+    if type(value) is int and abs(value) < 2**1000:
+        return value
+    return expect(value, float, name)
 
 
 def expect_fields(value: object, count: int, name: str) -> tuple[object, ...]:
@@ -73,15 +81,17 @@ def expect_fields(value: object, count: int, name: str) -> tuple[object, ...]:
 
 
 def expect_ints(value: object, name: str) -> tuple[int, ...]:
-    """`value` if it is a tuple or list of ints. Raises ValueError."""
+    """`value` if it is a tuple or list of 64-bit ints. Raises ValueError."""
     if not isinstance(value, (tuple, list)):
         raise ValueError(f"{name}: expected a tuple, got {type(value).__name__}")
-    return tuple(expect(entry, int, name) for entry in value)
+    return tuple(expect_sint(entry, 64, name) for entry in value)
 
 
 def expect_pairs(value: object, name: str) -> tuple[tuple[int, float], ...]:
-    """`value` if it holds (int, number) pairs only. Raises ValueError."""
+    """`value` if it holds pairs of a 64-bit int and a number only. Raises ValueError."""
     if not isinstance(value, (tuple, list)):
         raise ValueError(f"{name}: expected a tuple, got {type(value).__name__}")
     pairs = (expect_fields(entry, 2, name) for entry in value)
-    return tuple((expect(token, int, name), expect_number(number, name)) for token, number in pairs)
+    return tuple(
+        (expect_sint(token, 64, name), expect_number(number, name)) for token, number in pairs
+    )

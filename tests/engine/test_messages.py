@@ -187,6 +187,26 @@ def test_malformed_messages_name_the_field(item: tuple[object, ...], message: st
         decode_messages([item])
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_of_any_length_are_refused(digits: int, sign: int) -> None:
+    """They are ints, but fit no float and no tensor: refused here, not somewhere on the engine's
+    thread, where the rest of the post would be lost.
+    """
+    huge = sign * 10**digits
+    for name in ("rid", "priority", "deadline"):
+        with pytest.raises(ValueError):  # noqa: PT011 - one text for each field
+            decode_messages([_submit(**{name: huge})])
+    sampling = list(_submit()[3])  # type: ignore[call-overload]
+    for place in range(len(sampling)):
+        for value in (huge, (huge,), ((1, huge),), ((huge, 1),)):
+            changed = (*sampling[:place], value, *sampling[place + 1 :])
+            with pytest.raises(ValueError):  # noqa: PT011
+                decode_messages([_submit(sampling=changed)])
+    with pytest.raises(ValueError):  # noqa: PT011
+        decode_messages([("limit", {"kv_fraction": huge})])
+
+
 def test_bad_sampling_is_refused_by_parameter_name() -> None:
     """B-23: a temperature of -1 never gets past the door."""
     wire = list(_submit())
