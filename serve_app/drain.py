@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from configs.load import APP_NAME
 
@@ -22,7 +23,10 @@ POLL_S = 0.1
 
 def open_requests(handle: Any) -> int:
     """Sequences that all ingress replicas still serve; they refuse new ones from the first call."""
-    return sum(handle.broadcast("drain").results())
+    try:
+        return sum(handle.broadcast("drain").results())
+    except DeploymentUnavailableError:
+        return 0  # it never came up: nobody to wait for
 
 
 def drain(seconds: float, app_name: str = APP_NAME) -> int:

@@ -40,6 +40,11 @@ HAPROXY_PORTS = {
 }
 """Ports HAProxy mode takes beside the HTTP port; another one is chosen where one is in use."""
 FAILED = re.compile(r"Deploying app '[^']*' failed|DEPLOY_FAILED")
+FAILED_ONCE = re.compile(
+    r"Deployment actor '[^']*' .* failed to become ready|Exception in Replica\("
+)
+TRIES = 3
+"""Serve tries a constructor so often (serve_app.app), then gives up without a word in its log."""
 GCS = re.compile(r"--gcs-address=(\S+)")
 READY_POLL_S = 0.1
 STOP_GRACE_S = 20.0
@@ -65,6 +70,7 @@ class Server:
         self._drain: subprocess.Popen[bytes] | None = None
         self._started = time.monotonic()
         self._is_over = threading.Event()
+        self._was_ready = False  # from then on a dead engine is Serve's to restart, again and again
 
     def run(self) -> int:
         """Serve until told to stop; returns the exit code."""
@@ -85,6 +91,7 @@ class Server:
         while True:
             event = self._events.get()
             if event == "ready" and not is_stopping:
+                self._was_ready = True
                 self._say_ready()
             elif event == "signal" and not is_stopping:
                 is_stopping = True
@@ -148,11 +155,13 @@ class Server:
 
     def _show_output(self) -> None:
         assert self._process.stdout is not None
+        failures = 0
         for line in self._process.stdout:
             text = line.decode(errors="replace")
             sys.stdout.write(text)
             sys.stdout.flush()
-            if FAILED.search(text):
+            failures += bool(FAILED_ONCE.search(text)) and not self._was_ready
+            if FAILED.search(text) or failures == TRIES:
                 self._events.put("failed")
 
     def _await_exit(self) -> None:

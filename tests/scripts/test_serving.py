@@ -29,7 +29,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers()
         self.wfile.write(json.dumps({{"data": [{{"id": "stand-in"}}]}}).encode())
     def log_message(self, *_): pass
-print("starting", flush=True)
+sys.stdout.reconfigure(line_buffering=True)
 {extra}
 try:
     http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
@@ -127,6 +127,22 @@ def test_an_application_that_fails_stops_the_server(tmp_path, project_root):
     parent = Parent(tmp_path, project_root, extra="print(\"Deploying app 'default' failed: no\")")
     assert parent.finish() == 1
     assert "cannot be started" in "".join(parent.said)
+
+
+@pytest.mark.parametrize(("failures", "is_over"), [(2, False), (3, True)])
+def test_a_constructor_that_fails_three_times_stops_the_server(
+    tmp_path, project_root, failures, is_over
+):
+    line = "Deployment actor 'engine-0' for Deployment(name='I', app='d') failed to become ready: x"
+    hang = "import time; time.sleep(600)" if is_over else ""
+    parent = Parent(tmp_path, project_root, extra=f"print({line!r})\n" * failures + hang)
+    if is_over:
+        assert parent.finish() == 1
+        assert "cannot be started" in "".join(parent.said)
+    else:
+        parent.read_until("ready: ")
+        parent.process.send_signal(signal.SIGTERM)
+        assert parent.finish() == 0
 
 
 def test_the_ready_line_can_be_copied(tmp_path, project_root):
