@@ -19,7 +19,7 @@ from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
 from kernels.elementwise.exact import ExactRows  # noqa: E402
 from kernels.elementwise.fast import FastRows  # noqa: E402
-from kernels.elementwise.op import RowFn, RowOps  # noqa: E402
+from kernels.elementwise.op import HeadLayout, RowFn, RowOps  # noqa: E402
 from kernels.kv.op import WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.linear.dense import half_is_available  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
@@ -41,8 +41,10 @@ from kernels.spec.registry import Verdict  # noqa: E402
 __all__ = [
     "CPU_HALF",
     "DENSE",
+    "AttentionFn",
     "AttentionPlan",
     "DenseLinear",
+    "HeadLayout",
     "DeviceInfo",
     "Linear",
     "LinearBackend",
@@ -69,7 +71,7 @@ __all__ = [
     "write_kv",
 ]
 
-AttentionFn = Callable[[torch.Tensor, torch.Tensor, AttentionPlan, float], torch.Tensor]
+AttentionFn = Callable[[torch.Tensor, torch.Tensor, AttentionPlan], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

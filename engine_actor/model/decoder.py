@@ -71,7 +71,7 @@ def build_layer(
 
     attention = Attention(
         config,
-        op_set,
+        op_set.attention,
         projection("qkv", ("q", "k", "v")),
         linears["o"],
         norm("q_norm") if config.qk_norm else None,

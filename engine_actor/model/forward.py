@@ -30,6 +30,7 @@ class ModelRunner:
         embedding: Embedding,
         decoder: Decoder,
         head: ops.Linear,
+        rows: ops.RowOps,
         kv: KVStore,
         device: torch.device,
         vocab_size: int,
@@ -42,7 +43,9 @@ class ModelRunner:
         self._embedding = embedding
         self._decoder = decoder
         self._head = head
+        self._rows = rows
         self._rotary = Rotary(config, device)
+        self._layout = ops.HeadLayout(config.n_heads, config.n_kv_heads, config.head_dim**-0.5)
         self._plans: list[tuple[BatchInputs, StepTensors]] = []
 
     @torch.inference_mode()
@@ -95,7 +98,8 @@ class ModelRunner:
             self.device,
             self.config.sliding_window,
         )
-        return StepTensors(cos, sin, ops.plan_write(inputs.slots, _host_slots(inputs)), attend)
+        rotate = self._rows.rotation(cos, sin, self._layout)
+        return StepTensors(rotate, ops.plan_write(inputs.slots, _host_slots(inputs)), attend)
 
 
 def _host_slots(inputs: BatchInputs) -> list[int]:

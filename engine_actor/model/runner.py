@@ -125,7 +125,14 @@ def build_runner(
     decoder = Decoder(layers, op_set.rows.norm(parts.norm, config.rms_eps))
     kv = KVStore(config, precision.kv_dtype, block_tokens, precision.device)
     return ModelRunner(
-        config, parts.embedding, decoder, parts.head, kv, precision.device, vocab_size
+        config,
+        parts.embedding,
+        decoder,
+        parts.head,
+        op_set.rows,
+        kv,
+        precision.device,
+        vocab_size,
     )
 
 

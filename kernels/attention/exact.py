@@ -14,13 +14,11 @@ ALIGNMENT = 64
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
-def attention_exact(
-    q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float
-) -> torch.Tensor:
+def attention_exact(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     """q fp32 [T, heads, head_dim] -> fp32 [T, heads * head_dim]."""
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
     for segment in plan.segments:
-        _rows(q, _aligned(kv, segment), segment, plan.window, scale, out)
+        _rows(q, _aligned(kv, segment), segment, plan.window, out)
     return out
 
 
@@ -36,7 +34,6 @@ def _rows(
     kv: torch.Tensor,
     segment: Segment,
     window: int | None,
-    scale: float,
     out: torch.Tensor,
 ) -> None:
     keys, values = kv.permute(1, 2, 0, 3).unsqueeze(1).unbind(0)
@@ -46,5 +43,5 @@ def _rows(
         low = 0 if window is None else max(0, position + 1 - window) - segment.skip
         high = position + 1 - segment.skip
         seen = slice(low, high)
-        part = _sdpa(grouped[row], keys[:, :, seen], values[:, :, seen], scale=scale)
+        part = _sdpa(grouped[row], keys[:, :, seen], values[:, :, seen], scale=1.0)
         out[row] = part.reshape(-1)

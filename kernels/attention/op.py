@@ -1,5 +1,7 @@
 """ops.attention: grouped-query attention of ragged rows over a paged KV cache.
 
+The queries come scaled by 1 / sqrt(head_dim).
+
 What is the same for every layer of one forward (which slots a sequence sees, its mask) is planned
 once; the layers share the plan. Knows no request and no model.
 """
@@ -18,7 +20,8 @@ class Segment:
     kv_len - q_len..kv_len - 1, and its keys are positions 0..kv_len - 1.
 
     skip: leading keys no row can see (sliding window). start: slot of key `skip` where the keys
-    from there on lie in consecutive slots, else None. blocks: i64 block ids covering all keys.
+    from there on lie in consecutive slots, else None; then index, i64 on the device, holds the ids
+    of `blocks`. blocks: ids covering all keys.
     mask: bool [q_len, kv_len - skip], True where a row sees a key; None where the plain causal
     rule says it all.
     """
@@ -28,17 +31,43 @@ class Segment:
     kv_len: int
     skip: int
     start: int | None
-    blocks: torch.Tensor
+    blocks: tuple[int, ...]
+    index: torch.Tensor | None
     mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Decoded rows of similar length that are worth one padded call.
+
+    rows: i64[B] their rows. blocks: i64[B * W], W blocks each, padded with block 0. mask: fp32
+    [B, 1, 1, W * block_tokens], 0 where the row sees the key, -inf where not.
+    """
+
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Everything but the tensors of one layer. window: keys a row sees, itself included."""
+    """Everything but the tensors of one layer. window: keys a row sees, itself included.
+
+    segments: all sequences in order. groups and alone: the same, each in exactly one of both; a
+    backend that goes sequence by sequence ignores them.
+    """
 
     segments: tuple[Segment, ...]
+    groups: tuple[RowGroup, ...]
+    alone: tuple[Segment, ...]
     block_tokens: int
     window: int | None
+
+
+GROUP_KEYS = 512
+"""Longest sequence that is gathered into a group: beyond it the copy costs more than a call."""
+GROUP_PADDING = 2
+"""The longest of a group is at most so many times its shortest."""
 
 
 def plan_attention(
@@ -53,22 +82,51 @@ def plan_attention(
     segments = []
     row = 0
     for q_len, kv_len, blocks in zip(q_lens, kv_lens, block_lists, strict=True):
-        used = list(blocks[: -(-kv_len // block_tokens)])
+        used = blocks[: -(-kv_len // block_tokens)]
         skip = 0 if window is None else max(0, kv_len - q_len + 1 - window)
         run = all(block == used[0] + i for i, block in enumerate(used))
-        segments.append(
-            Segment(
-                row,
-                q_len,
-                kv_len,
-                skip,
-                used[0] * block_tokens + skip if run else None,
-                torch.tensor(used, dtype=torch.int64, device=device),
-                _mask(q_len, kv_len, skip, window, device),
-            )
-        )
+        start = used[0] * block_tokens + skip if run else None
+        mask = _mask(q_len, kv_len, skip, window, device)
+        index = None if run else torch.tensor(used, dtype=torch.int64, device=device)
+        segments.append(Segment(row, q_len, kv_len, skip, start, tuple(used), index, mask))
         row += q_len
-    return AttentionPlan(tuple(segments), block_tokens, window)
+    groups, alone = _grouped(segments, block_tokens, device)
+    return AttentionPlan(tuple(segments), groups, alone, block_tokens, window)
+
+
+def _grouped(
+    segments: list[Segment], block_tokens: int, device: torch.device
+) -> tuple[tuple[RowGroup, ...], tuple[Segment, ...]]:
+    """Decoded rows by length, in runs whose padding stays bounded; what is left goes alone."""
+    alone = [s for s in segments if s.q_len > 1 or s.kv_len > GROUP_KEYS]
+    short = sorted(
+        (s for s in segments if s.q_len == 1 and s.kv_len <= GROUP_KEYS), key=lambda s: s.kv_len
+    )
+    groups = []
+    while short:
+        limit = max(short[0].kv_len, block_tokens) * GROUP_PADDING
+        members = [s for s in short if s.kv_len <= limit]
+        short = short[len(members) :]
+        if len(members) == 1:
+            alone.append(members[0])
+        else:
+            groups.append(_row_group(members, block_tokens, device))
+    return tuple(groups), tuple(alone)
+
+
+def _row_group(members: list[Segment], block_tokens: int, device: torch.device) -> RowGroup:
+    width = max(len(s.blocks) for s in members)
+    blocks = [block for s in members for block in (*s.blocks, *[0] * (width - len(s.blocks)))]
+    keys = torch.arange(width * block_tokens)
+    last = torch.tensor([s.kv_len for s in members]).unsqueeze(1)
+    first = torch.tensor([s.skip for s in members]).unsqueeze(1)
+    mask = torch.zeros(len(members), width * block_tokens)
+    mask.masked_fill_((keys >= last) | (keys < first), -torch.inf)
+    return RowGroup(
+        torch.tensor([s.first_row for s in members], device=device),
+        torch.tensor(blocks, device=device),
+        mask.view(len(members), 1, 1, -1).to(device),
+    )
 
 
 def _mask(
@@ -89,19 +147,18 @@ def segment_kv(kv: torch.Tensor, segment: Segment) -> torch.Tensor:
     if segment.start is not None:
         flat = kv.view(-1, *kv.shape[2:])
         return flat[segment.start : segment.start + segment.kv_len - segment.skip]
-    gathered = kv.index_select(0, segment.blocks).flatten(0, 1)
+    assert segment.index is not None
+    gathered = kv.index_select(0, segment.index).flatten(0, 1)
     return gathered[segment.skip : segment.kv_len]
 
 
-def attention_reference(
-    q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, scale: float
-) -> torch.Tensor:
+def attention_reference(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     """fp32, row by row, head by head. q [T, heads, head_dim] -> [T, heads, head_dim]."""
     heads, group = q.shape[1], q.shape[1] // kv.shape[3]
     out = torch.empty_like(q, dtype=torch.float32)
     for segment in plan.segments:
         slots = [
-            int(segment.blocks[p // plan.block_tokens]) * plan.block_tokens + p % plan.block_tokens
+            segment.blocks[p // plan.block_tokens] * plan.block_tokens + p % plan.block_tokens
             for p in range(segment.kv_len)
         ]
         keys, values = kv.flatten(0, 1)[slots].float().unbind(1)
@@ -110,6 +167,6 @@ def attention_reference(
             low = 0 if plan.window is None else max(0, position + 1 - plan.window)
             for head in range(heads):
                 seen = slice(low, position + 1)
-                scores = keys[seen, head // group] @ q[row, head].float() * scale
+                scores = keys[seen, head // group] @ q[row, head].float()
                 out[row, head] = scores.softmax(0) @ values[seen, head // group]
     return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.elementwise.op import RowFn
+from kernels.elementwise.op import HeadLayout, RowFn
 
 TILE_ROWS = 16
 
@@ -26,13 +26,17 @@ class ExactRows:
 
         return run
 
-    def rotate(
-        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotated: int
-    ) -> torch.Tensor:
-        turning = heads[:, :rotated]
-        swapped = turning.roll(turning.shape[-1] // 2, -1)
-        # Not addcmul: fused in vector code, perhaps not in the scalar rest.
-        return torch.cat((turning * cos + swapped * sin, heads[:, rotated:]), dim=1)
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout) -> RowFn:
+        rotated, half = heads.queries + heads.kv, cos.shape[2] // 2
+
+        def run(rows: torch.Tensor) -> torch.Tensor:
+            turning = rows[:, :rotated]
+            # Not addcmul: fused in vector code, perhaps not in the scalar rest.
+            turned = turning * cos + turning.roll(half, -1) * sin
+            turned[:, : heads.queries] *= heads.query_scale
+            return torch.cat((turned, rows[:, rotated:]), dim=1)
+
+        return run
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from kernels.elementwise.op import RowFn
+from kernels.elementwise.op import HeadLayout, RowFn
 
 _silu = torch.nn.functional.silu
 
@@ -20,14 +20,20 @@ class FastRows:
     def norm(self, weight: torch.Tensor, eps: float) -> RowFn:
         return _cpu_norm(weight, eps) if weight.device.type == "cpu" else _norm(weight, eps)
 
-    def rotate(
-        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotated: int
-    ) -> torch.Tensor:
-        heads = heads.to(cos.dtype)
-        turning = heads[:, :rotated]
-        swapped = turning.roll(turning.shape[-1] // 2, -1)
-        turned = torch.addcmul(turning * cos, swapped, sin)
-        return torch.cat((turned, heads[:, rotated:]), 1)
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout) -> RowFn:
+        # Angles for every head, the values' being none: no slicing and joining in the layers.
+        shape = (cos.shape[0], heads.queries + 2 * heads.kv, cos.shape[2])
+        wide_cos, wide_sin = cos.repeat(1, shape[1], 1), sin.repeat(1, shape[1], 1)
+        wide_cos[:, -heads.kv :], wide_sin[:, -heads.kv :] = 1.0, 0.0
+        wide_cos[:, : heads.queries] *= heads.query_scale
+        wide_sin[:, : heads.queries] *= heads.query_scale
+        half = shape[2] // 2
+
+        def run(rows: torch.Tensor) -> torch.Tensor:
+            rows = rows.to(wide_cos.dtype)
+            return torch.addcmul(rows * wide_cos, rows.roll(half, -1), wide_sin)
+
+        return run
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

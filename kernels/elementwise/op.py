@@ -7,11 +7,23 @@ exact.py. Each takes rows [T, ...] and never looks across rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 RowFn = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """A row of projected heads: `queries`, then `kv` keys, then `kv` values. query_scale is the
+    attention's 1 / sqrt(head_dim), put on the queries once instead of on every score.
+    """
+
+    queries: int
+    kv: int
+    query_scale: float
 
 
 class RowOps(Protocol):
@@ -21,11 +33,12 @@ class RowOps(Protocol):
         """x -> x / sqrt(mean(x^2) + eps) * weight over the last axis, prepared once. weight 1-D."""
         ...
 
-    def rotate(
-        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotated: int
-    ) -> torch.Tensor:
-        """Rotary embedding of heads[:, :rotated] ([T, H, head_dim]); the other heads (values) pass.
-        cos, sin [T, 1, head_dim]; sin carries the sign of the first half. Returns the dtype of cos.
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout) -> RowFn:
+        """Rotary embedding at the positions of one forward, prepared once for all its layers.
+
+        cos, sin [T, 1, head_dim]; sin carries the sign of the first half. The function takes
+        [T, queries + 2 * kv, head_dim] (queries, keys, values) and returns the same in the dtype of
+        cos: queries rotated and scaled, keys rotated, values as they were. It may reuse its input.
         """
         ...
 
@@ -40,16 +53,17 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def rotate_reference(
-    heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotated: int
+def rotation_reference(
+    rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout
 ) -> torch.Tensor:
     """fp32 definition: pairs (i, i + head_dim / 2) turn by their position's angle."""
-    half = heads.shape[-1] // 2
-    out = heads.float().clone()
+    half, rotated = rows.shape[-1] // 2, heads.queries + heads.kv
+    out = rows.float().clone()
     first, second = out[:, :rotated, :half].clone(), out[:, :rotated, half:].clone()
     c, s = cos[..., :half].float(), sin[..., half:].float()
     out[:, :rotated, :half] = first * c - second * s
     out[:, :rotated, half:] = second * c + first * s
+    out[:, : heads.queries] *= heads.query_scale
     return out
 
 

@@ -33,7 +33,7 @@ class CpuInt4:
             return "runs on a CPU only"
         if key.bits not in (3, 4):
             return f"holds 3 or 4 bits, not {key.bits or 'dense weights'}"
-        if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+        if not hasattr(torch, "_weight_int4pack_mm_for_cpu"):
             return "this torch build lacks the int4 kernel"
         if key.n % ROW_MULTIPLE:
             return f"N = {key.n} is not a multiple of {ROW_MULTIPLE}"
@@ -48,7 +48,7 @@ class CpuInt4:
         codes = unpack_codes(weights).to(torch.int32) + MIDDLE
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         scales = scales_and_offsets(weights, group)
-        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+        multiply = torch._weight_int4pack_mm_for_cpu
         perm = None if weights.perm is None else weights.perm.long()
         bias = None if weights.bias is None else weights.bias.to(torch.bfloat16)
 

@@ -15,7 +15,6 @@ from kernels.attention.sdpa import attention_sdpa
 from kernels.kv.op import plan_write, write_kv, write_kv_reference
 
 BLOCK, BLOCKS, KV_HEADS, DIM = 4, 24, 2, 8
-SCALE = DIM**-0.5
 
 
 def cache(seed: int = 0, heads: int = KV_HEADS) -> torch.Tensor:
@@ -42,6 +41,11 @@ CASES = {
     "whole prompt": ([10], [10], [[6, 7, 8]]),
     "chunk after cached blocks": ([5], [13], [[1, 0, 20, 3]]),
     "mixed": ([1, 6, 1, 3], [9, 6, 1, 16], [[4, 9, 1], [2, 3], [7], [20, 11, 12, 13]]),
+    "decodes of like and unlike lengths": (
+        [1, 1, 1, 1],
+        [4, 7, 40, 39],
+        [[3], [8, 2], [0, 1, 4, 5, 6, 7, 9, 10, 11, 12], list(range(13, 23))],
+    ),
     "more blocks reserved than used": ([2], [5], [[8, 2, 22, 23]]),
 }
 
@@ -55,8 +59,8 @@ def test_equals_reference(
     """fp32, grouped heads."""
     q_lens, kv_lens, blocks = CASES[case]
     plan, kv, q = plan_of(q_lens, kv_lens, blocks, window), cache(), queries(sum(q_lens))
-    want = attention_reference(q, kv, plan, SCALE).flatten(1)
-    got = attention(q, kv, plan, SCALE)
+    want = attention_reference(q, kv, plan).flatten(1)
+    got = attention(q, kv, plan)
     assert got.shape == want.shape
     assert (got - want).abs().max() < 2e-6
 
@@ -65,16 +69,16 @@ def test_equals_reference(
 def test_any_group_size(heads: int) -> None:
     """One to five query heads a KV head."""
     plan, q = plan_of([3, 1], [9, 6], [[1, 2, 3], [7, 5]]), queries(4, heads)
-    want = attention_reference(q, cache(), plan, SCALE).flatten(1)
-    assert (attention_sdpa(q, cache(), plan, SCALE) - want).abs().max() < 2e-6
+    want = attention_reference(q, cache(), plan).flatten(1)
+    assert (attention_sdpa(q, cache(), plan) - want).abs().max() < 2e-6
 
 
 def test_bf16_cache() -> None:
     """Half the bytes, eight bits of mantissa."""
     plan = plan_of([1, 4], [13, 9], [[0, 1, 2, 3], [9, 5, 7]])
     kv, q = cache().bfloat16(), queries(5).bfloat16()
-    want = attention_reference(q, kv, plan, SCALE).flatten(1)
-    assert (attention_sdpa(q, kv, plan, SCALE).float() - want).abs().max() < 3e-2
+    want = attention_reference(q, kv, plan).flatten(1)
+    assert (attention_sdpa(q, kv, plan).float() - want).abs().max() < 3e-2
 
 
 @given(
@@ -91,7 +95,7 @@ def test_exact_rows_do_not_depend_on_chunks_blocks_or_neighbours(
     free = torch.randperm(BLOCKS, generator=draw).tolist()
     blocks = [[free.pop() for _ in range(-(-n // BLOCK))] for n in kv_lens]
     kv, q = cache(seed), queries(sum(q_lens), seed=seed)
-    batch = attention_exact(q, kv, plan_of(q_lens, kv_lens, blocks, window), SCALE)
+    batch = attention_exact(q, kv, plan_of(q_lens, kv_lens, blocks, window))
     row = 0
     for q_len, kv_len, mine in zip(q_lens, kv_lens, blocks, strict=True):
         fresh = torch.zeros_like(kv)
@@ -99,7 +103,7 @@ def test_exact_rows_do_not_depend_on_chunks_blocks_or_neighbours(
         for i in range(q_len):
             n = kv_len - q_len + 1 + i
             plan = plan_of([1], [n], [list(range(len(mine)))], window)
-            alone = attention_exact(q[row : row + 1], fresh, plan, SCALE)
+            alone = attention_exact(q[row : row + 1], fresh, plan)
             assert torch.equal(alone[0], batch[row])
             row += 1
 

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from kernels.elementwise.exact import ExactRows
 from kernels.elementwise.fast import FastRows
 from kernels.elementwise.op import (
+    HeadLayout,
     rms_norm_reference,
-    rotate_reference,
+    rotation_reference,
     silu_mul_reference,
 )
 
 EPS = 1e-5
+LAYOUT = HeadLayout(queries=1, kv=2, query_scale=0.3)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,8 +54,9 @@ class TestEqualsDefinition:
 
     def test_rotate(self, way: FastRows | ExactRows, rows: int) -> None:
         heads, (cos, sin) = draw(rows, 5, 16), angles(rows, 16)
-        got = way.rotate(heads, cos, sin, 3)
-        torch.testing.assert_close(got, rotate_reference(heads, cos, sin, 3), rtol=1e-5, atol=1e-6)
+        got = way.rotation(cos, sin, LAYOUT)(heads)
+        want = rotation_reference(heads, cos, sin, LAYOUT)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
         assert torch.equal(got[:, 3:], heads[:, 3:])
 
     def test_silu_mul(self, way: FastRows | ExactRows, rows: int) -> None:
@@ -65,9 +68,10 @@ class TestEqualsDefinition:
 def test_rotate_widens_half_types() -> None:
     """bf16 heads under fp32 angles come out in fp32, values unchanged."""
     heads, (cos, sin) = draw(4, 5, 16).bfloat16(), angles(4, 16)
-    got = FastRows().rotate(heads, cos, sin, 3)
+    got = FastRows().rotation(cos, sin, LAYOUT)(heads)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, rotate_reference(heads, cos, sin, 3), rtol=1e-5, atol=1e-6)
+    want = rotation_reference(heads, cos, sin, LAYOUT)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @given(
@@ -88,6 +92,7 @@ def test_exact_rows_do_not_depend_on_their_batch(
         assert torch.equal(op(x[order]), whole[order])
         parts = [op(part) for part in (x[: cut % rows], x[cut % rows :]) if len(part)]
         assert torch.equal(torch.cat(parts), whole)
-    heads, (cos, sin) = draw(rows, 3, 2 * width, seed=seed), angles(rows, 2 * width)
-    whole = way.rotate(heads, cos, sin, 2)
-    assert torch.equal(way.rotate(heads[order], cos[order], sin[order], 2), whole[order])
+    heads, (cos, sin) = draw(rows, 5, 2 * width, seed=seed), angles(rows, 2 * width)
+    whole = way.rotation(cos, sin, LAYOUT)(heads)
+    shuffled = way.rotation(cos[order], sin[order], LAYOUT)(heads[order])
+    assert torch.equal(shuffled, whole[order])

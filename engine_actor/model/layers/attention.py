@@ -13,10 +13,9 @@ from engine_actor.model.layers.linear import Projection
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What all layers of one forward share. cos, sin [T, 1, head_dim]."""
+    """What all layers of one forward share."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotate: ops.RowFn
     write: ops.WritePlan
     attend: ops.AttentionPlan
 
@@ -27,13 +26,13 @@ class Attention:
     def __init__(
         self,
         config: ModelConfig,
-        op_set: ops.OpSet,
+        attention: ops.AttentionFn,
         qkv: Projection,
         o: Projection,
         q_norm: ops.RowFn | None = None,
         k_norm: ops.RowFn | None = None,
     ) -> None:
-        self._ops = op_set
+        self._attention = attention
         self._qkv = qkv
         self._o = o
         self._q_norm = q_norm
@@ -41,7 +40,6 @@ class Attention:
         self._heads = config.n_heads
         self._rotated = config.n_heads + config.n_kv_heads
         self._shape = (self._rotated + config.n_kv_heads, config.head_dim)
-        self._scale = config.head_dim**-0.5
 
     def __call__(self, x: torch.Tensor, kv: torch.Tensor, step: StepTensors) -> torch.Tensor:
         heads = self._qkv(x).view(-1, *self._shape)
@@ -49,7 +47,7 @@ class Attention:
             q = self._q_norm(heads[:, : self._heads])
             k = self._k_norm(heads[:, self._heads : self._rotated])
             heads = torch.cat((q, k, heads[:, self._rotated :]), dim=1)
-        heads = self._ops.rows.rotate(heads, step.cos, step.sin, self._rotated)
+        heads = step.rotate(heads)
         ops.write_kv(kv, heads[:, self._heads :], step.write)
         q = heads[:, : self._heads].to(kv.dtype)
-        return self._o(self._ops.attention(q, kv, step.attend, self._scale))
+        return self._o(self._attention(q, kv, step.attend))
