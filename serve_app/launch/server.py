@@ -38,7 +38,10 @@ HAPROXY_PORTS = {
     "RAY_SERVE_HAPROXY_METRICS_PORT": 9101,
     "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": 8500,
 }
-"""Ports HAProxy mode takes beside the HTTP port; another one is chosen where one is in use."""
+"""Ports HAProxy mode takes beside HTTP port 8000. Beside another they move along with it, so that
+two servers on one machine never race for them; where one is in use all the same, a free one."""
+USUAL_PORT = 8000
+LAST_PORT = 65535
 FAILED = re.compile(r"Deploying app '[^']*' failed|DEPLOY_FAILED")
 FAILED_ONCE = re.compile(
     r"Deployment actor '[^']*' .* failed to become ready|Exception in Replica\("
@@ -65,7 +68,7 @@ class Server:
         self._plan = plan
         self._root = root
         self._events: SimpleQueue[str] = SimpleQueue()  # its put may be called from a signal
-        self._variables = server_environment(Path(python), settings, root)
+        self._variables = server_environment(Path(python), settings, root, plan["port"])
         self._child: subprocess.Popen[bytes] | None = None
         self._drain: subprocess.Popen[bytes] | None = None
         self._started = time.monotonic()
@@ -202,9 +205,11 @@ class Server:
         )
 
 
-def server_environment(python: Path, settings: dict[str, str], root: Path | None) -> dict[str, str]:
-    """The environment of `serve run`: .venv first, other HAProxy ports where the usual are taken,
-    Ray's usage statistics off unless somebody chose.
+def server_environment(
+    python: Path, settings: dict[str, str], root: Path | None, port: int
+) -> dict[str, str]:
+    """The environment of `serve run`: .venv first, HAProxy's side ports beside `port`, Ray's usage
+    statistics off unless somebody chose.
     """
     variables = environment(settings)
     variables.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -214,10 +219,16 @@ def server_environment(python: Path, settings: dict[str, str], root: Path | None
     if root is not None:
         variables["PYTHONPATH"] = ":".join(filter(None, [str(root), variables.get("PYTHONPATH")]))
     variables["PYTHONUNBUFFERED"] = "1"
-    for name, port in HAPROXY_PORTS.items():
-        if name not in variables and not port_is_free(port):
-            variables[name] = str(free_port())
+    for name, usual in HAPROXY_PORTS.items():
+        if name not in variables:
+            variables[name] = str(side_port(usual, port))
     return variables
+
+
+def side_port(usual: int, http_port: int) -> int:
+    """The place of one of HAPROXY_PORTS beside this HTTP port."""
+    port = usual + http_port - USUAL_PORT
+    return port if 0 < port <= LAST_PORT and port_is_free(port) else free_port()
 
 
 def cluster_address(session: int) -> str | None:

@@ -14,7 +14,7 @@ import pytest
 
 from bootstrap.serving import settings_of
 from serve_app.launch.processes import free_port, listener, port_is_free, session_members
-from serve_app.launch.server import cluster_address
+from serve_app.launch.server import cluster_address, server_environment, side_port
 
 # `serve run`: answers HTTP, holds a child in a process group of its own as Ray's workers are, and
 # an orphan of a dead middleman as HAProxy becomes.
@@ -183,3 +183,27 @@ def test_flags_become_settings():
         "DEEPINFER_ENGINE__DEVICE": '"cpu"',
         "DEEPINFER_ENGINE__ENABLE_PREFILL_DECODE_OVERLAP": "false",
     }
+
+
+def test_two_servers_do_not_share_haproxys_side_ports():
+    assert side_port(9101, 61000) != side_port(9101, 61001)
+    assert side_port(8404, 20000) == 20404
+    assert 0 < side_port(9101, 65500) <= 65535
+
+
+def test_a_side_port_in_use_is_left_alone():
+    import socket
+
+    with socket.create_server(("0.0.0.0", 0)) as held:
+        port = held.getsockname()[1]
+        assert side_port(port, 8000) != port
+
+
+def test_what_the_user_chose_stays(monkeypatch):
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", "7777")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    variables = server_environment(Path("/venv/bin/python"), {"RAY_X": "1"}, None, 8123)
+    assert variables["RAY_SERVE_HAPROXY_STATS_PORT"] == "7777"
+    assert variables["RAY_AUTH_MODE"] == "disabled"
+    assert variables["RAY_X"] == "1"
+    assert variables["PATH"].startswith("/venv/bin:")
