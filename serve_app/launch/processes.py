@@ -121,6 +121,18 @@ def listener(port: int) -> Process | None:
     return Process(int(fields["p"]), fields.get("c", "?")) if "p" in fields else None
 
 
+def session_leader(pid: int) -> Process | None:
+    """Who began the session of a process: for HAProxy and Ray's workers the `serve run`. None where
+    it is gone or not to be seen.
+    """
+    if not POSIX:
+        return None
+    with contextlib.suppress(OSError):
+        leader = os.getsid(pid)
+        return next((one for one in session_members(leader) if one.pid == leader), None)
+    return None
+
+
 @contextlib.contextmanager
 def exclusive(path: Path, waiting: str) -> Iterator[None]:
     """Hold a lock file; says `waiting` once where somebody else holds it."""

@@ -29,6 +29,7 @@ from serve_app.launch.processes import (
     interrupt,
     listener,
     port_is_free,
+    session_leader,
     session_members,
     start_session,
 )
@@ -258,6 +259,12 @@ def refuse_taken_port(port: int) -> None:
     if port_is_free(port):
         return
     holder = listener(port)
-    who = f"held by process {holder.pid}: {holder.command[:160]}" if holder else "in use"
-    hint = f"; stop it (kill {holder.pid})" if holder else "; stop its holder"
-    sys.exit(f"error: port {port} is {who}{hint} or give another with --port")
+    if holder is None:
+        sys.exit(f"error: port {port} is in use; stop its holder or give another with --port")
+    begun_by = session_leader(holder.pid) or holder
+    whole = f", begun by process {begun_by.pid}: {begun_by.command[:120]}"
+    sys.exit(
+        f"error: port {port} is held by process {holder.pid}: {holder.command[:120]}"
+        f"{whole if begun_by.pid != holder.pid else ''}; "
+        f"stop it (kill {begun_by.pid}) or give another with --port"
+    )

@@ -13,8 +13,19 @@ from pathlib import Path
 import pytest
 
 from bootstrap.serving import settings_of
-from serve_app.launch.processes import free_port, listener, port_is_free, session_members
-from serve_app.launch.server import cluster_address, server_environment, side_port
+from serve_app.launch.processes import (
+    free_port,
+    listener,
+    port_is_free,
+    session_leader,
+    session_members,
+)
+from serve_app.launch.server import (
+    cluster_address,
+    refuse_taken_port,
+    server_environment,
+    side_port,
+)
 
 # `serve run`: answers HTTP, holds a child in a process group of its own as Ray's workers are, and
 # an orphan of a dead middleman as HAProxy becomes.
@@ -166,6 +177,22 @@ def test_the_holder_of_a_port_is_named():
         assert listener(port).pid == os.getpid()
     assert port_is_free(port)
     assert listener(port) is None
+
+
+def test_who_began_the_holder_is_named_too(tmp_path, project_root):
+    """Serve would start HAProxy again: it is `serve run` that has to be stopped."""
+    parent = Parent(tmp_path, project_root)
+    parent.read_until("Ctrl-C drains")
+    leader = parent.children()[0]
+    with pytest.raises(SystemExit) as caught:
+        refuse_taken_port(parent.port)
+    assert f"port {parent.port} is held by process {leader}" in str(caught.value)
+    worker = next(one.pid for one in session_members(leader) if one.pid != leader)
+    assert session_leader(worker).pid == leader
+    parent.process.send_signal(signal.SIGINT)
+    assert parent.finish() == 0
+    assert session_leader(worker) is None
+    refuse_taken_port(parent.port)
 
 
 def test_a_session_without_a_cluster_has_no_address():
