@@ -21,7 +21,6 @@ from kernels.elementwise.exact import ExactRows  # noqa: E402
 from kernels.elementwise.fast import FastRows  # noqa: E402
 from kernels.elementwise.op import HeadLayout, RowFn, RowOps  # noqa: E402
 from kernels.kv.op import WritePlan, plan_write, write_kv  # noqa: E402
-from kernels.linear.dense import half_is_available  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
     CPU_HALF,
     DENSE,
@@ -31,6 +30,7 @@ from kernels.linear.op import (  # noqa: E402
     explain_linear,
     prepare_linear,
 )
+from kernels.linear.probe import crossover, fastest_dense  # noqa: E402
 from kernels.linear.weights import moved  # noqa: E402
 from kernels.pack.dense_linear import DenseLinear  # noqa: E402
 from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
@@ -56,11 +56,12 @@ __all__ = [
     "Verdict",
     "WritePlan",
     "cuda_devices",
+    "crossover",
     "dequantise",
+    "fastest_dense",
     "device_info",
     "explain_linear",
     "gather_rows",
-    "half_is_available",
     "moved",
     "op_set",
     "pack_codes",

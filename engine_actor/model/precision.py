@@ -72,11 +72,13 @@ def choose_precision(
     plain = ops.LinearPolicy(device, dtype)
     if device.type != "cpu":
         return Precision(device, dtype, kv, plain, plain)
-    dense = replace(plain, dense=ops.CPU_HALF if ops.half_is_available() else ops.DENSE)
-    wanted = dense_copy == "on" or (dense_copy == "auto" and _copy_is_cheap(config))
+    backend, dense_dtype = ops.fastest_dense()
+    dense = replace(plain, dense=backend, dense_dtype=dense_dtype)
+    width = 4 if backend.name == ops.DENSE.name and dense_dtype == torch.float32 else 2
+    wanted = dense_copy == "on" or (dense_copy == "auto" and _copy_is_cheap(config, width))
     return Precision(device, dtype, kv, dense if wanted else plain, dense)
 
 
-def _copy_is_cheap(config: ModelConfig) -> bool:
-    size = 2 * parameters(config)
+def _copy_is_cheap(config: ModelConfig, bytes_each: int) -> bool:
+    size = bytes_each * parameters(config)
     return size < min(AUTO_COPY_LIMIT, free_bytes(torch.device("cpu")) // AUTO_COPY_SHARE)

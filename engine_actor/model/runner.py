@@ -17,6 +17,7 @@ from engine_actor.model.decoder import Decoder, DecoderLayer, build_layer
 from engine_actor.model.forward import ModelRunner
 from engine_actor.model.kv_store import KVStore
 from engine_actor.model.layers.embed import Embedding
+from engine_actor.model.memory import settle_allocator
 from engine_actor.model.precision import Precision, choose_precision
 
 __all__ = ["ModelRunner", "Weight", "build_runner"]
@@ -122,6 +123,8 @@ def build_runner(
     if parts.norm is None or parts.embedding is None or parts.head is None:
         absent = [n for n in ("norm", "head") if getattr(parts, n) is None]
         raise CheckpointError(f"{(['embed'] if parts.embedding is None else absent)[0]} is missing")
+    _set_crossover(parts.linears)
+    settle_allocator(precision.device)
     decoder = Decoder(layers, op_set.rows.norm(parts.norm, config.rms_eps))
     kv = KVStore(config, precision.kv_dtype, block_tokens, precision.device)
     return ModelRunner(
@@ -134,6 +137,36 @@ def build_runner(
         precision.device,
         vocab_size,
     )
+
+
+PROBED_LAYERS = 12
+"""Layers the crossover is timed on: together larger than the caches of the machines we know."""
+
+
+def _set_crossover(linears: list[dict[str, ops.Linear]]) -> None:
+    """Let every layer that has both forms use the one that is faster here for few rows."""
+    both = [
+        linear
+        for layer in linears
+        for linear in layer.values()
+        if linear.packed is not None and linear.dense is not None
+    ]
+    widest = max(both, key=lambda linear: linear.out_features, default=None)
+    if widest is None:
+        return
+    alike = [
+        linear
+        for linear in both
+        if (linear.out_features, linear.in_features) == (widest.out_features, widest.in_features)
+    ]
+    pairs = [
+        (linear.packed, linear.dense)
+        for linear in alike[:PROBED_LAYERS]
+        if linear.packed is not None and linear.dense is not None
+    ]
+    few = ops.crossover(pairs, widest.in_features)
+    for linear in both:
+        linear.few_rows = few
 
 
 def to_device(weight: Weight, device: torch.device) -> Weight:

@@ -68,15 +68,16 @@ class Linear:
     `packed` and `dense` are the two functions (either may be None); the number of rows decides.
     """
 
-    __slots__ = ("dense", "few_rows", "out_features", "packed")
+    __slots__ = ("dense", "few_rows", "in_features", "out_features", "packed")
 
     def __init__(
-        self, packed: LinearFn | None, dense: LinearFn | None, few_rows: int, out_features: int
+        self, packed: LinearFn | None, dense: LinearFn | None, few_rows: int, weights: Weights
     ) -> None:
         self.packed = packed
         self.dense = dense
         self.few_rows = few_rows
-        self.out_features = out_features
+        self.out_features = weights.out_features
+        self.in_features = weights.in_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and (self.dense is None or x.shape[0] <= self.few_rows):
@@ -87,20 +88,19 @@ class Linear:
 
 def prepare_linear(weights: Weights, policy: LinearPolicy) -> Linear:
     """Choose and set up the backends for one layer whose tensors are on `policy.device`."""
-    n = weights.out_features
     if policy.exact:
-        return Linear(None, EXACT.prepare(weights, torch.float32), 0, n)
+        return Linear(None, EXACT.prepare(weights, torch.float32), 0, weights)
     key = linear_key(weights, policy.dtype, policy.device, exact=False)
     if not isinstance(weights, PackedLinear):
-        return Linear(None, _prepare_dense(weights, policy), 0, n)
+        return Linear(None, _prepare_dense(weights, policy), 0, weights)
     packed = choose(PACKED_BACKENDS, key)
     if policy.dense is None:
-        return Linear(packed.prepare(weights, policy.dtype), None, 0, n)
+        return Linear(packed.prepare(weights, policy.dtype), None, 0, weights)
     dense = policy.dense.prepare(weights, policy.dense_dtype)
     if isinstance(packed, Dequantise):
         # A dense copy beats making one on every call, whatever the number of rows.
-        return Linear(None, dense, 0, n)
-    return Linear(packed.prepare(weights, policy.dtype), dense, policy.few_rows, n)
+        return Linear(None, dense, 0, weights)
+    return Linear(packed.prepare(weights, policy.dtype), dense, policy.few_rows, weights)
 
 
 def _prepare_dense(weights: DenseLinear, policy: LinearPolicy) -> LinearFn:
