@@ -120,8 +120,10 @@ def _install(python: Path, extras: list[str]) -> None:
     command += ["--constraint", str(constraints)]
     if plan.index:
         command += ["--extra-index-url", plan.index]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
-        raise BootstrapError("pip could not install the project; see its message above")
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if code != 0:
+        # A negative code is a signal: somebody or the kernel ended pip, which then says nothing.
+        raise BootstrapError(f"pip could not install the project (exit code {code}); see above")
     _compile(python)
 
 
