@@ -139,34 +139,22 @@ def build_runner(
     )
 
 
-PROBED_LAYERS = 12
-"""Layers the crossover is timed on: together larger than the caches of the machines we know."""
+PROBED_WEIGHTS = 256_000_000
+"""Weights the crossover is timed on at most: as fp16 more than any cache holds."""
 
 
 def _set_crossover(linears: list[dict[str, ops.Linear]]) -> None:
     """Let every layer that has both forms use the one that is faster here for few rows."""
-    both = [
-        linear
-        for layer in linears
-        for linear in layer.values()
-        if linear.packed is not None and linear.dense is not None
-    ]
-    widest = max(both, key=lambda linear: linear.out_features, default=None)
-    if widest is None:
-        return
-    alike = [
-        linear
-        for linear in both
-        if (linear.out_features, linear.in_features) == (widest.out_features, widest.in_features)
-    ]
-    pairs = [
-        (linear.packed, linear.dense)
-        for linear in alike[:PROBED_LAYERS]
-        if linear.packed is not None and linear.dense is not None
-    ]
-    few = ops.crossover(pairs, widest.in_features)
+    both = [linear for layer in linears for linear in layer.values() if linear.has_both]
+    probed, weights = [], 0
     for linear in both:
-        linear.few_rows = few
+        if weights < PROBED_WEIGHTS and linear.packed is not None and linear.dense is not None:
+            probed.append((linear.packed, linear.dense, linear.in_features))
+            weights += linear.in_features * linear.out_features
+    if probed:
+        few = ops.crossover(probed)
+        for linear in both:
+            linear.few_rows = few
 
 
 def to_device(weight: Weight, device: torch.device) -> Weight:

@@ -79,6 +79,11 @@ class Linear:
         self.out_features = weights.out_features
         self.in_features = weights.in_features
 
+    @property
+    def has_both(self) -> bool:
+        """Whether the number of rows decides anything."""
+        return self.packed is not None and self.dense is not None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and (self.dense is None or x.shape[0] <= self.few_rows):
             return self.packed(x)

@@ -20,8 +20,8 @@ from kernels.spec.op import OpKey
 PROBE_SHAPE = (1536, 576)
 """[N, K] of the trial layer: large enough to leave the first cache levels, small enough to pack."""
 PROBE_ROWS = (16, 128)
-CROSSOVERS = (1, 2, 4, 8, 16)
-REPEATS = 3
+CROSSOVERS = (1, 2, 4, 8)
+REPEATS = 2
 
 DenseChoice = tuple[CpuHalf | Dense, torch.dtype]
 Timer = Callable[[Callable[[], object]], float]
@@ -57,23 +57,25 @@ def fastest_dense(timer: Timer = best_seconds) -> DenseChoice:
     return min(choices, key=seconds)
 
 
-def crossover(
-    pairs: Sequence[tuple[LinearFn, LinearFn]], in_features: int, timer: Timer = best_seconds
-) -> int:
-    """Up to how many rows the packed function of (packed, dense) pairs beats the dense one.
+def crossover(layers: Sequence[tuple[LinearFn, LinearFn, int]], timer: Timer = best_seconds) -> int:
+    """Up to how many rows the packed functions beat the dense ones; 0 where dense always wins.
 
-    Give layers enough that their weights do not stay in cache, as they do not in a model. 0 where
-    dense always wins.
+    layers: (packed, dense, in_features). Give as many as a forward pass reads: weights that stay in
+    a large cache flatter the dense copy, which is four times the bytes.
     """
     few = 0
     for rows in CROSSOVERS:
-        x = torch.zeros(rows, in_features)
+        inputs = {width: torch.zeros(rows, width) for _, _, width in layers}
 
-        def run(which: int, x: torch.Tensor = x) -> None:
-            for pair in pairs:
-                pair[which](x)
+        def packed(x: dict[int, torch.Tensor] = inputs) -> None:
+            for run, _, width in layers:
+                run(x[width])
 
-        if timer(lambda run=run: run(0)) > timer(lambda run=run: run(1)):  # type: ignore[misc]
+        def dense(x: dict[int, torch.Tensor] = inputs) -> None:
+            for _, run, width in layers:
+                run(x[width])
+
+        if timer(packed) > timer(dense):
             break
         few = rows
     return few

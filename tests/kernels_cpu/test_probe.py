@@ -26,13 +26,13 @@ class ScriptedTimer:
     [
         ([1, 2, 5], [3, 3, 3], 2),
         ([9], [1], 0),
-        ([1, 1, 1, 1, 1], [2, 2, 2, 2, 2], 16),
+        ([1, 1, 1, 1], [2, 2, 2, 2], 8),
     ],
 )
 def test_crossover_is_the_last_count_that_packed_wins(
     packed: list[float], dense: list[float], expect: int
 ) -> None:
-    """Asked at 1, 2, 4, 8, 16 rows, until dense wins."""
+    """Asked at 1, 2, 4, 8 rows, until dense wins."""
     times = [t for pair in zip(packed, dense, strict=True) for t in pair]
     seen: list[int] = []
 
@@ -40,8 +40,8 @@ def test_crossover_is_the_last_count_that_packed_wins(
         seen.append(x.shape[0])
         return x
 
-    assert crossover([(linear, linear)], 8, ScriptedTimer(times)) == expect
-    assert seen == [m for m in (1, 2, 4, 8, 16)[: len(packed)] for _ in range(2)]
+    assert crossover([(linear, linear, 8)], ScriptedTimer(times)) == expect
+    assert seen == [m for m in (1, 2, 4, 8)[: len(packed)] for _ in range(2)]
 
 
 def test_fastest_dense_takes_the_least_time() -> None:
