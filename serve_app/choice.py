@@ -7,7 +7,6 @@ merged: stop strings end a text at the same token whether tokens come one by one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from engine_actor.core.plan import TokenLogprobs
 from engine_actor.messages import Flag
@@ -17,7 +16,7 @@ from serve_app.protocol.errors import ApiError
 from serve_app.protocol.job import Child, GenerationJob
 from serve_app.protocol.logprobs import TokenEntry, mean
 from serve_app.protocol.shapes import ChoiceDelta
-from serve_app.text import TextStream
+from serve_app.text import TextStream, TextTokenizer
 
 _REASONS = {Flag.STOP: "stop", Flag.LENGTH: "length"}
 _CODES = {
@@ -25,16 +24,6 @@ _CODES = {
     Flag.CANCELLED: "cancelled",
     Flag.ERROR: "internal_error",
 }
-
-
-class TextTokenizer(Protocol):
-    """What turning ids into a choice's text needs."""
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-
-    def token_text(self, token: int, /) -> str: ...
-
-    def token_bytes(self, token: int, /) -> bytes: ...
 
 
 class Choice:

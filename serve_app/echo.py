@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from engine_actor.core.detok import IncrementalDetokenizer
 from engine_actor.core.plan import TokenLogprobs
 from serve_app.protocol.job import EncodedPrompt
 from serve_app.protocol.logprobs import TokenEntry
-
-if TYPE_CHECKING:
-    from serve_app.choice import TextTokenizer
+from serve_app.text import TextTokenizer
 
 Pieces = Sequence[tuple[int, tuple[TokenLogprobs, ...]]]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 
-from serve_app.choice import Choice, TextTokenizer
+from serve_app.choice import Choice
 from serve_app.demux import Part, Receiver
 from serve_app.engine_link import EngineLink
 from serve_app.protocol import logprobs
@@ -18,6 +18,7 @@ from serve_app.protocol.job import GenerationJob
 from serve_app.protocol.shapes import ChoiceDelta, ChoiceResult
 from serve_app.protocol.usage import UsageTotals
 from serve_app.public_id import format_public_id
+from serve_app.text import TextTokenizer
 
 DEADLINE_GRACE_S = 1.0
 """The engine ends what is overdue; where it cannot (it is stuck, or does not answer), we do."""

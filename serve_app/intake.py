@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol, TypeVar
 from configs.schema import HttpConfig
 from engine_actor.core.params import InvalidParam
 from serve_app.chat import ChatTokenizer, chat_prompt
-from serve_app.choice import TextTokenizer
 from serve_app.engine_link import EngineLink
 from serve_app.generation import Generation
 from serve_app.long_prompt import TextTooLong, encode_at_most
@@ -33,6 +32,7 @@ from serve_app.protocol.fields import SharedRequest
 from serve_app.protocol.job import EncodedPrompt, GenerationJob
 from serve_app.protocol.models import ServedModel
 from serve_app.protocol.shapes import ChatShape, CompletionShape, Envelope, Shape
+from serve_app.text import TextTokenizer
 
 LONG_TEXT = 4096
 """Characters from which tokenising leaves the event loop; below, the thread costs more."""

@@ -21,6 +21,14 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
 
 
+class TextTokenizer(Decoder, Protocol):
+    """What a choice's text and its logprobs need of a tokenizer."""
+
+    def token_text(self, token: int, /) -> str: ...
+
+    def token_bytes(self, token: int, /) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """New text that may be sent, and the stop string that ended the text, if one did. `consumed`
