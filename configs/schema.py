@@ -60,7 +60,7 @@ class EngineConfig(_Strict):
         "fast", description="exact: fp32, batch-invariant; the same tokens in any batch"
     )
     cpu_threads: int | None = Field(
-        None, ge=1, description="torch threads; default: physical cores"
+        None, ge=1, description="torch threads; default: physical cores less one"
     )
     dense_prefill_copy: Literal["auto", "on", "off"] = Field(
         "auto",

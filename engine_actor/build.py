@@ -30,7 +30,7 @@ from engine_actor.model.memory import MIB, free_bytes, plan_memory
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.sampler import Sampler
 from engine_actor.service import EngineService
-from engine_actor.threads import physical_cores
+from engine_actor.threads import engine_threads, physical_cores
 from engine_actor.work.inputs import build_decode, build_prefill
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def build_engine(args: AppArgs, folder: Path, name: str = "engine-0") -> Engine:
     config = args.engine
     device = choose_device(config.device)
     if device.type == "cpu":
-        torch.set_num_threads(config.cpu_threads or physical_cores())
+        torch.set_num_threads(config.cpu_threads or engine_threads(physical_cores()))
     checkpoint = open_checkpoint(folder)
     max_model_len = context_length(args.model, checkpoint)
     runner = _load_runner(checkpoint, config, device)

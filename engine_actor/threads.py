@@ -1,4 +1,6 @@
-"""How many threads torch should have: one per physical core that this process may use."""
+"""How many threads torch should have: one per physical core that this process may use, less one for
+the processes around the engine.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,16 @@ import os
 from pathlib import Path
 
 CORES = Path("/proc/cpuinfo")
+
+
+def engine_threads(cores: int) -> int:
+    """Threads of an engine on a machine with that many physical cores.
+
+    torch's threads spin while they wait for one another; with a thread on every core, each slice
+    that HTTP takes stops them all. On two cores a streamed token took 59 ms with two threads and
+    43 ms with one (docs/log.md).
+    """
+    return max(1, cores - 1)
 
 
 def physical_cores(cpuinfo: Path = CORES) -> int:
