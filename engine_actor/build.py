@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,9 +33,6 @@ from engine_actor.service import EngineService
 from engine_actor.threads import engine_threads, physical_cores
 from engine_actor.work.inputs import build_decode, build_prefill
 
-if TYPE_CHECKING:
-    from engine_actor.load.tokenizer import Tokenizer
-
 LOGGER = logging.getLogger(__name__)
 FIRST_KV_BYTES = 32 * MIB
 """KV memory taken at the start; it grows with use."""
@@ -56,13 +53,6 @@ def build_service(
     source = args.model
     folder = resolve(source.path, load.cache_dir(), source.revision, progress)
     return EngineService(build_engine(args, folder, name), on_fatal)
-
-
-def load_tokenizer(source: ModelSource, progress: Progress = silent) -> Tokenizer:
-    """The tokenizer of a model. Raises CheckpointError."""
-    from engine_actor.load.tokenizer import Tokenizer
-
-    return Tokenizer.from_folder(resolve(source.path, load.cache_dir(), source.revision, progress))
 
 
 def build_engine(args: AppArgs, folder: Path, name: str = "engine-0") -> Engine:

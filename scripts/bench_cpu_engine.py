@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--cache-dir", type=Path, help="where the demo model is kept")
-    parser.add_argument("--threads", type=int, help="for every engine; default: physical cores")
+    parser.add_argument("--threads", type=int, help="for every engine; default: what ours takes")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="repetitions thrown away")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of one measurement")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -47,24 +46,6 @@ class ChatRequest(SharedRequest):
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
-
-
-def response(
-    public_id: str,
-    created: int,
-    model: str,
-    choices: Sequence[dict[str, Any]],
-    usage: dict[str, Any],
-) -> dict[str, Any]:
-    """The whole answer."""
-    return {
-        "id": public_id,
-        "object": OBJECT,
-        "created": created,
-        "model": model,
-        "choices": list(choices),
-        "usage": usage,
-    }
 
 
 def choice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -65,24 +64,6 @@ def _require_ids(ids: list[Any]) -> tuple[int, ...]:
     if not all(type(token) is int for token in ids):
         raise ValueError("token ids must all be integers")
     return tuple(ids)
-
-
-def response(
-    public_id: str,
-    created: int,
-    model: str,
-    choices: Sequence[dict[str, Any]],
-    usage: dict[str, Any],
-) -> dict[str, Any]:
-    """The whole answer."""
-    return {
-        "id": public_id,
-        "object": OBJECT,
-        "created": created,
-        "model": model,
-        "choices": list(choices),
-        "usage": usage,
-    }
 
 
 def choice(

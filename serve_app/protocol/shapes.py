@@ -111,6 +111,19 @@ class _Chunked:
         tail = self._tail if usage is None else f'],"usage":{_encode(usage.body())}}}\n\n'
         return (self._head + choice + tail).encode()
 
+    def _answer(
+        self, kind: str, choices: list[dict[str, Any]], usage: UsageTotals
+    ) -> dict[str, Any]:
+        """The whole answer, alike at both endpoints but for its `object` and its choices."""
+        return {
+            "id": self._envelope.public_id,
+            "object": kind,
+            "created": self._envelope.created,
+            "model": self._envelope.model,
+            "choices": choices,
+            "usage": usage.body(),
+        }
+
 
 class CompletionShape(_Chunked):
     """`/v1/completions`."""
@@ -131,16 +144,11 @@ class CompletionShape(_Chunked):
         )
 
     def whole(self, choices: Sequence[ChoiceResult], usage: UsageTotals) -> dict[str, Any]:
-        return completions.response(
-            self._envelope.public_id,
-            self._envelope.created,
-            self._envelope.model,
-            [
-                completions.choice(c.index, c.text, c.finish_reason, self._logprobs(c.entries))
-                for c in choices
-            ],
-            usage.body(),
-        )
+        bodies = [
+            completions.choice(c.index, c.text, c.finish_reason, self._logprobs(c.entries))
+            for c in choices
+        ]
+        return self._answer(completions.OBJECT, bodies, usage)
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
         top = self._envelope.logprobs
@@ -178,16 +186,11 @@ class ChatShape(_Chunked):
         )
 
     def whole(self, choices: Sequence[ChoiceResult], usage: UsageTotals) -> dict[str, Any]:
-        return chat.response(
-            self._envelope.public_id,
-            self._envelope.created,
-            self._envelope.model,
-            [
-                chat.choice(c.index, c.text, c.finish_reason, self._logprobs(c.entries))
-                for c in choices
-            ],
-            usage.body(),
-        )
+        bodies = [
+            chat.choice(c.index, c.text, c.finish_reason, self._logprobs(c.entries))
+            for c in choices
+        ]
+        return self._answer(chat.OBJECT, bodies, usage)
 
     def _logprobs(self, entries: Sequence[TokenEntry]) -> dict[str, Any] | None:
         top = self._envelope.logprobs
