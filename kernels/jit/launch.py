@@ -1,0 +1,187 @@
+"""Launching: torch tensors to pointers, torch's current stream, one driver call.
+
+The hot path packs the arguments into a buffer made once for their types and costs a few
+microseconds. Buffers are taken from a stack while in use, so threads never share one. Works in
+torch.cuda.graph captures because the driver copies the arguments at the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kernels.jit import driver
+from kernels.jit.cubin_cache import Cubin
+from kernels.jit.driver import LAUNCH_CONFIG, LaunchError
+
+SHARED_WITHOUT_PERMISSION = 48 * 1024
+"""A block's static and dynamic shared memory together, in bytes."""
+PROGRAMMATIC_SM = 90
+_POINTER, _INT, _FLOAT = "P", "i", "f"
+Extent = tuple[int, int, int]
+
+
+class Launcher:
+    """One entry point on every device it was launched on. cubin: sm -> its compiled source."""
+
+    __slots__ = ("_cubin", "_entry", "_loaded")
+
+    def __init__(self, entry: str, cubin: Callable[[int], Cubin]) -> None:
+        self._entry = entry
+        self._cubin = cubin
+        self._loaded: dict[int, _Loaded] = {}
+
+    def launch(
+        self, grid: Extent, block: Extent, arguments: tuple[Any, ...], shared: int, dependents: bool
+    ) -> None:
+        """Queue it on torch's current stream of torch's current device."""
+        device = torch._C._cuda_getDevice()
+        loaded = self._loaded.get(device) or self._load(device)
+        types = tuple(map(type, arguments))
+        layout = loaded.layouts.get(types)
+        if layout is None:
+            layout = loaded.layouts[types] = Layout(self._entry, arguments, device)
+        if shared > loaded.shared_allowed:
+            driver.allow_shared(loaded.function, shared, self._entry)
+            loaded.shared_allowed = shared
+        buffer = layout.free.pop() if layout.free else _Buffer(layout)
+        attributes = loaded.attributes if dependents else 0
+        buffer.fill(
+            arguments, grid, block, shared, torch._C._cuda_getCurrentRawStream(device), attributes
+        )
+        status = loaded.launch(buffer.config, loaded.function, buffer.parameters, None)
+        if status:
+            status = self._once_more(loaded, buffer, device, status)
+        layout.free.append(buffer)
+        if status:
+            raise LaunchError(
+                f"{self._entry} with grid {grid}, block {block}, {shared} bytes of dynamic shared "
+                f"memory: {driver.reason(status)}"
+            )
+
+    def load(self) -> None:
+        """Compile and load for torch's current device."""
+        device = torch.cuda.current_device()
+        if device not in self._loaded:
+            self._load(device)
+
+    def blocks_per_multiprocessor(self, threads: int, shared: int) -> int:
+        """On torch's current device."""
+        device = torch.cuda.current_device()
+        loaded = self._loaded.get(device) or self._load(device)
+        if shared > loaded.shared_allowed:
+            driver.allow_shared(loaded.function, shared, self._entry)
+            loaded.shared_allowed = shared
+        return driver.blocks_per_multiprocessor(loaded.function, threads, shared)
+
+    def _load(self, device: int) -> _Loaded:
+        major, minor = torch.cuda.get_device_capability(device)
+        driver.enter_context(device)
+        sm = major * 10 + minor
+        cubin = self._cubin(sm)
+        static_shared = cubin.of(self._entry).shared_bytes
+        function = driver.load_function(cubin.code, self._entry)
+        loaded = self._loaded[device] = _Loaded(function, static_shared, sm >= PROGRAMMATIC_SM)
+        return loaded
+
+    def _once_more(self, loaded: _Loaded, buffer: _Buffer, device: int, status: int) -> int:
+        """A thread that has called nothing of CUDA yet has no context; torch makes it lazily."""
+        if not driver.is_missing_context(status):
+            return status
+        driver.enter_context(device)
+        return int(loaded.launch(buffer.config, loaded.function, buffer.parameters, None))
+
+
+class _Loaded:
+    """A function in one device's context."""
+
+    __slots__ = ("_keep", "attributes", "function", "launch", "layouts", "shared_allowed")
+
+    def __init__(self, function: int, static_shared: int, programmatic: bool) -> None:
+        self.function = function
+        self.launch = driver.driver().cuLaunchKernelEx
+        self.layouts: dict[tuple[type, ...], Layout] = {}
+        self.shared_allowed = SHARED_WITHOUT_PERMISSION - static_shared
+        self._keep = driver.programmatic_attribute()
+        self.attributes = ctypes.addressof(self._keep) if programmatic else 0
+
+
+class Layout:
+    """Where arguments of given types lie in a buffer, by C's own rules of alignment."""
+
+    __slots__ = ("free", "is_plain", "offsets", "pack", "size")
+
+    def __init__(self, entry: str, arguments: tuple[Any, ...], device: int) -> None:
+        letters = [_letter(entry, place, value, device) for place, value in enumerate(arguments)]
+        packing = struct.Struct("@" + "".join(letters))
+        self.offsets = [
+            struct.calcsize("@" + "".join(letters[: place + 1])) - struct.calcsize(letters[place])
+            for place in range(len(letters))
+        ]
+        self.size = packing.size
+        self.pack = packing.pack_into
+        self.is_plain = [letter != _POINTER for letter in letters]
+        self.free: list[_Buffer] = []
+
+
+def _letter(entry: str, place: int, value: Any, device: int) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cuda" or value.device.index != device:
+            raise LaunchError(
+                f"{entry}: argument {place} is on {value.device}, the current device is "
+                f"cuda:{device}"
+            )
+        return _POINTER
+    if value is None:
+        return _POINTER
+    if isinstance(value, int):
+        return _INT
+    if isinstance(value, float):
+        return _FLOAT
+    raise TypeError(
+        f"{entry}: argument {place} is a {type(value).__name__}; pass tensors, None, int or float"
+    )
+
+
+_pack_config = struct.Struct("@" + LAUNCH_CONFIG).pack_into
+_CONFIG_SIZE = struct.calcsize("@" + LAUNCH_CONFIG)
+
+
+class _Buffer:
+    """Room for one launch: its arguments, the pointers to them, and the launch configuration."""
+
+    __slots__ = ("_arguments", "_config", "_pack", "_plain", "_pointers", "config", "parameters")
+
+    def __init__(self, layout: Layout) -> None:
+        self._arguments = ctypes.create_string_buffer(max(layout.size, 1))
+        base = ctypes.addressof(self._arguments)
+        self._pointers = (ctypes.c_void_p * max(len(layout.offsets), 1))(
+            *(base + offset for offset in layout.offsets)
+        )
+        self._config = ctypes.create_string_buffer(_CONFIG_SIZE + 8)
+        self._pack = layout.pack
+        self._plain = layout.is_plain
+        self.config = ctypes.addressof(self._config)
+        self.parameters = ctypes.addressof(self._pointers)
+
+    def fill(
+        self,
+        arguments: tuple[Any, ...],
+        grid: Extent,
+        block: Extent,
+        shared: int,
+        stream: int,
+        attributes: int,
+    ) -> None:
+        """Write everything the driver reads."""
+        values = [
+            value if plain else 0 if value is None else value.data_ptr()
+            for value, plain in zip(arguments, self._plain, strict=True)
+        ]
+        self._pack(self._arguments, 0, *values)
+        count = 1 if attributes else 0
+        _pack_config(self._config, 0, *grid, *block, shared, stream, attributes, count)
