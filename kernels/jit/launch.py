@@ -49,10 +49,19 @@ class Launcher:
             driver.allow_shared(loaded.function, shared, self._entry)
             loaded.shared_allowed = shared
         buffer = layout.free.pop() if layout.free else _Buffer(layout)
-        attributes = loaded.attributes if dependents else 0
-        buffer.fill(
-            arguments, grid, block, shared, torch._C._cuda_getCurrentRawStream(device), attributes
-        )
+        values = list(arguments)
+        for place in layout.tensors:
+            values[place] = values[place].data_ptr()
+        for place in layout.nulls:
+            values[place] = 0
+        layout.pack(buffer.arguments, 0, *values)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if dependents and loaded.attributes:
+            _pack_config(
+                buffer.config_bytes, 0, *grid, *block, shared, stream, loaded.attributes, 1
+            )
+        else:
+            _pack_config(buffer.config_bytes, 0, *grid, *block, shared, stream, 0, 0)
         status = loaded.launch(buffer.config, loaded.function, buffer.parameters, None)
         if status:
             status = self._once_more(loaded, buffer, device, status)
@@ -113,7 +122,7 @@ class _Loaded:
 class Layout:
     """Where arguments of given types lie in a buffer, by C's own rules of alignment."""
 
-    __slots__ = ("free", "is_plain", "offsets", "pack", "size")
+    __slots__ = ("free", "nulls", "offsets", "pack", "size", "tensors")
 
     def __init__(self, entry: str, arguments: tuple[Any, ...], device: int) -> None:
         letters = [_letter(entry, place, value, device) for place, value in enumerate(arguments)]
@@ -124,7 +133,9 @@ class Layout:
         ]
         self.size = packing.size
         self.pack = packing.pack_into
-        self.is_plain = [letter != _POINTER for letter in letters]
+        pointers = [place for place, letter in enumerate(letters) if letter == _POINTER]
+        self.tensors = [place for place in pointers if arguments[place] is not None]
+        self.nulls = [place for place in pointers if arguments[place] is None]
         self.free: list[_Buffer] = []
 
 
@@ -148,40 +159,20 @@ def _letter(entry: str, place: int, value: Any, device: int) -> str:
 
 
 _pack_config = struct.Struct("@" + LAUNCH_CONFIG).pack_into
-_CONFIG_SIZE = struct.calcsize("@" + LAUNCH_CONFIG)
+_CONFIG_SIZE = struct.calcsize("@" + LAUNCH_CONFIG + "0P")
 
 
 class _Buffer:
     """Room for one launch: its arguments, the pointers to them, and the launch configuration."""
 
-    __slots__ = ("_arguments", "_config", "_pack", "_plain", "_pointers", "config", "parameters")
+    __slots__ = ("_pointers", "arguments", "config", "config_bytes", "parameters")
 
     def __init__(self, layout: Layout) -> None:
-        self._arguments = ctypes.create_string_buffer(max(layout.size, 1))
-        base = ctypes.addressof(self._arguments)
+        self.arguments = ctypes.create_string_buffer(max(layout.size, 1))
+        base = ctypes.addressof(self.arguments)
         self._pointers = (ctypes.c_void_p * max(len(layout.offsets), 1))(
             *(base + offset for offset in layout.offsets)
         )
-        self._config = ctypes.create_string_buffer(_CONFIG_SIZE + 8)
-        self._pack = layout.pack
-        self._plain = layout.is_plain
-        self.config = ctypes.addressof(self._config)
         self.parameters = ctypes.addressof(self._pointers)
-
-    def fill(
-        self,
-        arguments: tuple[Any, ...],
-        grid: Extent,
-        block: Extent,
-        shared: int,
-        stream: int,
-        attributes: int,
-    ) -> None:
-        """Write everything the driver reads."""
-        values = [
-            value if plain else 0 if value is None else value.data_ptr()
-            for value, plain in zip(arguments, self._plain, strict=True)
-        ]
-        self._pack(self._arguments, 0, *values)
-        count = 1 if attributes else 0
-        _pack_config(self._config, 0, *grid, *block, shared, stream, attributes, count)
+        self.config_bytes = ctypes.create_string_buffer(_CONFIG_SIZE)
+        self.config = ctypes.addressof(self.config_bytes)
