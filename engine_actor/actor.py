@@ -52,9 +52,9 @@ class EngineActor:
         return f"{getattr(self, '_name', 'engine')}({getattr(self, '_model', 'not loaded')})"
 
     @ray.method(concurrency_group="ctl")
-    async def attach(self, client: str, protocol: int) -> dict[str, Any]:
+    async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
         """See EngineService.attach."""
-        return await self._service.attach(client, protocol)
+        return await self._service.attach(client, protocol, first_seq)
 
     @ray.method(concurrency_group="ctl")
     async def post(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> tuple[Any, ...]:

@@ -57,8 +57,9 @@ class EngineService:
         self._loop = EngineLoop(engine, self._publish, self._expire, lease_s / 4, self._lost)
         self._loop.start()
 
-    async def attach(self, client: str, protocol: int) -> dict[str, Any]:
-        """Begin a session; batches count from 0 again. What the client had before is cancelled.
+    async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
+        """Begin a session; batches count from 0 again. What the client had before is cancelled,
+        and posts numbered below `first_seq`, still under way from then, will not run.
         Raises ValueError on another protocol, EngineRestarted where the engine is lost.
         """
         if protocol != PROTOCOL_VERSION:
@@ -66,7 +67,7 @@ class EngineService:
 
         def begin(engine: Engine) -> None:
             engine.drop_client(client)
-            self._sessions.open(client)
+            self._sessions.open(client, first_seq)
 
         await _joined(self._loop.call(begin))
         return asdict(self._attached())
@@ -77,9 +78,12 @@ class EngineService:
         """Run messages in order, once per (client, seq). Returns (seq, rejected, load); a rejection
         is (rid, code), rid -1 where a malformed message has none. A post with a submit is answered
         once the engine has looked at it, any other at once. Raises EngineRestarted to a client that
-        is not attached, or not any more when its messages would run.
+        is not attached, or not any more when its messages would run, and for a post that belongs to
+        an earlier session.
         """
         session = self._sessions.get(client)
+        if seq < session.first_seq:
+            raise EngineRestarted(f"post {seq} of {client} is from an earlier session")
         decoded, malformed = decode_leniently(messages)
 
         def run(engine: Engine) -> Rejected:
@@ -145,15 +149,6 @@ class EngineService:
             if time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(POLL_S)
-        return True
-
-    def wait_flushed(self, seconds: float) -> bool:
-        """Block until every client has read everything; for the last moments of a process."""
-        deadline = time.monotonic() + seconds
-        while not self._sessions.flushed():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_S)
         return True
 
     def heartbeat(self) -> Heartbeat:

@@ -19,12 +19,14 @@ Rejected = list[tuple[int, str]]
 
 @dataclass(slots=True)
 class Session:
-    """One attachment of one client. `last_seq`, `last_reply`: its newest post, kept so that the
-    same post asked again is answered and not run again.
+    """One attachment of one client. `first_seq`: posts with smaller numbers were meant for an
+    earlier one. `last_seq`, `last_reply`: its newest post, kept so that the same post asked again
+    is answered and not run again.
     """
 
     subscriber: Subscriber
     seen: float
+    first_seq: int = 0
     last_seq: int = -1
     last_reply: Future[Rejected] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -42,9 +44,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(self, client: str) -> None:
+    def open(self, client: str, first_seq: int = 0) -> None:
         """A new session; an older one of the same client ends."""
-        session = Session(Subscriber(client), self._clock.now())
+        session = Session(Subscriber(client), self._clock.now(), first_seq)
         with self._lock:
             old = self._sessions.get(client)
             self._sessions[client] = session

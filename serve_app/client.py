@@ -28,7 +28,7 @@ class PortInterrupted(Exception):
 class EnginePort(Protocol):
     """One engine. Every method raises PortDied once the engine is gone."""
 
-    async def attach(self, client: str, protocol: int) -> dict[str, Any]: ...
+    async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]: ...
 
     async def post(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> Reply: ...
 
@@ -59,9 +59,9 @@ class LocalPort:
         if self._death is not None and not self._death.done():
             self._death.set_result(None)
 
-    async def attach(self, client: str, protocol: int) -> dict[str, Any]:
+    async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
         """See EngineService.attach."""
-        return await self._alive(self._service.attach(client, protocol))
+        return await self._alive(self._service.attach(client, protocol, first_seq))
 
     async def post(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> Reply:
         """See EngineService.post."""

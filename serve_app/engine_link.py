@@ -222,7 +222,7 @@ class EngineLink:
 
     async def _serve_once(self) -> None:
         port = await self._port_factory()
-        facts = await port.attach(self.client, PROTOCOL_VERSION)
+        facts = await port.attach(self.client, PROTOCOL_VERSION, next(self._post_seqs))
         attached = Attached(**{**facts, "eos_token_ids": tuple(facts.get("eos_token_ids", ()))})
         self._port, self.attached = port, attached
         self.heard(None)

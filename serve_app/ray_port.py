@@ -27,9 +27,9 @@ class RayPort:
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
-    async def attach(self, client: str, protocol: int) -> dict[str, Any]:
+    async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
         """See EngineService.attach."""
-        return await self._alive(self._actor.attach.remote(client, protocol))
+        return await self._alive(self._actor.attach.remote(client, protocol, first_seq))
 
     async def post(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> Reply:
         """See EngineService.post."""

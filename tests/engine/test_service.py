@@ -123,6 +123,22 @@ def test_another_epoch_and_unknown_clients_must_attach_again() -> None:
         bounded(scene(service))
 
 
+def test_a_post_of_an_earlier_session_does_not_run() -> None:
+    """It was on its way while its client attached again; nobody would read what it starts."""
+
+    async def scene(service: EngineService) -> None:
+        await service.attach("c", 1)
+        await service.attach("c", 1, first_seq=3)
+        with pytest.raises(EngineRestarted, match="post 2 of c is from an earlier session"):
+            await service.post("c", 2, encode_messages([submit(1)]))
+        await service.post("c", 4, encode_messages([submit(2)]))
+        client = Client(service)
+        assert (await client.read_until_end(2)).keys() == {2}
+
+    with serving() as service:
+        bounded(scene(service))
+
+
 def test_attaching_again_ends_what_was_there_before() -> None:
     runner = HashRunner()
 

@@ -122,7 +122,6 @@ def test_a_lost_device_answers_every_waiter_and_then_leaves() -> None:
             await service.status()
         with pytest.raises(EngineRestarted, match="the engine is lost"):
             [batch async for batch in client.batches(1)]
-        assert service.wait_flushed(WAIT_S)
         beat = service.heartbeat()
         assert beat.fatal is not None
         assert "illegal memory access" in beat.fatal

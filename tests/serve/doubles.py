@@ -109,14 +109,16 @@ class ScriptedService:
         self.tokens_per_tick = 1
         self.post_gate: asyncio.Event | None = None
         self.attached = 0
+        self.first_seqs: list[int] = []
         self.streams = 0
         self.max_items: int | None = None
         self._replies: dict[tuple[str, int], Any] = {}
         self._ticker: asyncio.Task[None] | None = None
 
-    async def attach(self, client: str, protocol: int) -> dict[str, Any]:
+    async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
         assert protocol == PROTOCOL_VERSION
         self.attached += 1
+        self.first_seqs.append(first_seq)
         for key in [key for key in self.running if key[0] == client]:
             del self.running[key]
         self.outboxes[client] = Outbox()

@@ -210,6 +210,8 @@ async def test_death_answers_every_waiter_and_the_link_comes_back() -> None:
         assert await read(later) == {later.rids.start: [120] * 4}
         assert b.link.restarts == 1
         assert b.port is not dead
+        first = b.service.first_seqs[-1]
+        assert max(dead.seqs) < first < min(b.port.seqs), "a late post would be known as one"
 
 
 async def test_an_engine_that_answers_nothing_is_not_ready() -> None:
