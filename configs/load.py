@@ -42,6 +42,11 @@ def cache_dir(variables: Mapping[str, str] | None = None) -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "deepinfer-sm86"
 
 
+def wanted_compiler(variables: Mapping[str, str] | None = None) -> str | None:
+    """The C++ compiler that $CXX names, for the kernels that are built on this machine."""
+    return (os.environ if variables is None else variables).get("CXX") or None
+
+
 def environment_overrides(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The settings named in the environment as a nested dict.
 

@@ -66,6 +66,10 @@ class EngineConfig(_Strict):
         "auto",
         description="CPU: keep dense weights for prompts (2 to 4 bytes per parameter)",
     )
+    native_kernels: Literal["auto", "off"] = Field(
+        "auto",
+        description="CPU: our own kernels, compiled on this machine at first use; off: torch's",
+    )
     max_num_seqs: int = Field(128, ge=1, description="most sequences running at once")
     max_queue: int = Field(256, ge=1, description="most sequences waiting; beyond it 429")
     max_partial_prefills: int = Field(

@@ -132,6 +132,7 @@ def _load_runner(checkpoint: Checkpoint, config: EngineConfig, device: torch.dev
             kv_dtype=config.kv.dtype,
             block_tokens=config.kv.block_tokens,
             dense_prefill_copy=config.dense_prefill_copy,
+            native_kernels=config.native_kernels,
             used_vocab=checkpoint.usable_vocab_size(),
         )
     except ValueError as error:

@@ -51,6 +51,7 @@ def describe_choices(engine: EngineConfig, device: str, checkpoint: Checkpoint) 
         engine.numerics,
         engine.kv.dtype,
         engine.dense_prefill_copy,
+        engine.native_kernels,
     )
     bits, group, _ = checkpoint.quantisation.kinds[0]
     return [

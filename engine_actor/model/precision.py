@@ -1,7 +1,8 @@
 """Which dtype and which linear backends a model runs with on a device: one pure choice at load.
 
-fast, CPU: residual and activations fp32, packed weights through the int4 kernel for few rows (it
-rounds its input to bf16), a dense copy for many. fast, GPU: the published half type throughout.
+fast, CPU: residual and activations fp32, packed weights for few rows through our compiled kernel
+(it rounds its input to 16-bit integers) or torch's int4 kernel (to bf16), a dense copy for many.
+fast, GPU: the published half type throughout.
 exact: fp32 and batch-invariant ops on any device.
 """
 
@@ -61,7 +62,12 @@ def resolve_kv_dtype(
 
 
 def choose_precision(
-    config: ModelConfig, device: torch.device, numerics: str, kv_dtype: str, dense_copy: str
+    config: ModelConfig,
+    device: torch.device,
+    numerics: str,
+    kv_dtype: str,
+    dense_copy: str,
+    native: str = "auto",
 ) -> Precision:
     """See build_runner for the arguments."""
     dtype = compute_dtype(config, device, numerics)
@@ -69,14 +75,15 @@ def choose_precision(
     if numerics == "exact":
         exact = ops.LinearPolicy(device, torch.float32, exact=True)
         return Precision(device, dtype, kv, exact, exact)
-    plain = ops.LinearPolicy(device, dtype)
+    plain = ops.LinearPolicy(device, dtype, native=native == "auto")
     if device.type != "cpu":
         return Precision(device, dtype, kv, plain, plain)
     backend, dense_dtype = ops.fastest_dense()
     dense = replace(plain, dense=backend, dense_dtype=dense_dtype)
     width = 4 if backend.name == ops.DENSE.name and dense_dtype == torch.float32 else 2
     wanted = dense_copy == "on" or (dense_copy == "auto" and _copy_is_cheap(config, width))
-    return Precision(device, dtype, kv, dense if wanted else plain, dense)
+    head = replace(dense, meets_prompts=False)
+    return Precision(device, dtype, kv, dense if wanted else plain, head)
 
 
 def _copy_is_cheap(config: ModelConfig, bytes_each: int) -> bool:

@@ -101,19 +101,21 @@ def build_runner(
     kv_dtype: str = "auto",
     block_tokens: int = 16,
     dense_prefill_copy: str = "auto",
+    native_kernels: str = "auto",
     used_vocab: int | None = None,
 ) -> ModelRunner:
     """A runner with an empty KV cache; call resize_kv before the first forward.
 
     weights: canonical names, as a mapping or as pairs one after the other. numerics: "fast" or
     "exact". kv_dtype: "auto", "fp32", "fp16" or "bf16". dense_prefill_copy: "auto", "on" or "off".
+    native_kernels: "auto" (on a CPU, our compiled kernels where they can be built) or "off".
     used_vocab: ids the tokenizer can name; those above are padding and never leave the head.
     Raises CheckpointError naming a weight that is missing or belongs nowhere, ValueError for
     options that contradict each other.
     """
     vocab_size = min(config.vocab_size, used_vocab or config.vocab_size)
     precision = choose_precision(
-        config, torch.device(device), numerics, kv_dtype, dense_prefill_copy
+        config, torch.device(device), numerics, kv_dtype, dense_prefill_copy, native_kernels
     )
     parts = _Parts(config, precision, vocab_size)
     for name, weight in weights.items() if isinstance(weights, Mapping) else weights:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from kernels.linear.cpu_int4 import CpuInt4
+from kernels.linear.cpu_native import CpuNative
 from kernels.linear.dense import CpuHalf, Dense
 from kernels.linear.exact import ExactTiles
 from kernels.linear.reference import Dequantise, linear_reference
@@ -40,6 +41,7 @@ LINEAR = OpSpec(
 EXACT = ExactTiles()
 DENSE = Dense()
 CPU_HALF = CpuHalf()
+CPU_NATIVE = CpuNative()
 PACKED_BACKENDS: tuple[LinearBackend, ...] = (CpuInt4(), Dequantise())
 """Ways to multiply packed weights without a dense copy, fastest for few rows first."""
 
@@ -51,7 +53,9 @@ class LinearPolicy:
     dtype: of the activations and of dense weights. exact: batch-invariant fp32, everything else is
     ignored. dense: the backend of the dense copy of packed weights for many rows, or None for no
     copy, and the backend of dense weights (None: `dense` in `dtype`). dense_dtype: of that copy.
-    few_rows: up to so many rows the packed weights are used where both exist.
+    few_rows: up to so many rows the packed weights are used where both exist. native: whether our
+    own compiled kernels may be used on a CPU. meets_prompts: False for a layer that is asked for
+    few rows only, which a native kernel then serves without a dense copy beside it.
     """
 
     device: torch.device
@@ -60,6 +64,8 @@ class LinearPolicy:
     dense: LinearBackend | None = None
     dense_dtype: torch.dtype = torch.float32
     few_rows: int = 4
+    native: bool = False
+    meets_prompts: bool = True
 
 
 class Linear:
@@ -98,14 +104,18 @@ def prepare_linear(weights: Weights, policy: LinearPolicy) -> Linear:
     key = linear_key(weights, policy.dtype, policy.device, exact=False)
     if not isinstance(weights, PackedLinear):
         return Linear(None, _prepare_dense(weights, policy), 0, weights)
-    packed = choose(PACKED_BACKENDS, key)
-    if policy.dense is None:
+    packed = choose(_packed_backends(policy), key)
+    if policy.dense is None or (packed is CPU_NATIVE and not policy.meets_prompts):
         return Linear(packed.prepare(weights, policy.dtype), None, 0, weights)
     dense = policy.dense.prepare(weights, policy.dense_dtype)
     if isinstance(packed, Dequantise):
         # A dense copy beats making one on every call, whatever the number of rows.
         return Linear(None, dense, 0, weights)
     return Linear(packed.prepare(weights, policy.dtype), dense, policy.few_rows, weights)
+
+
+def _packed_backends(policy: LinearPolicy) -> tuple[LinearBackend, ...]:
+    return (CPU_NATIVE, *PACKED_BACKENDS) if policy.native else PACKED_BACKENDS
 
 
 def _prepare_dense(weights: DenseLinear, policy: LinearPolicy) -> LinearFn:
@@ -118,4 +128,8 @@ def _prepare_dense(weights: DenseLinear, policy: LinearPolicy) -> LinearFn:
 def explain_linear(weights: Weights, policy: LinearPolicy) -> tuple[Verdict, ...]:
     """What every backend says of this layer."""
     key = linear_key(weights, policy.dtype, policy.device, policy.exact)
-    return explain((EXACT, *PACKED_BACKENDS, DENSE, CPU_HALF), key)
+    native = explain((CPU_NATIVE,), key)
+    if not policy.native:
+        native = (Verdict(CPU_NATIVE.name, native[0].refusal or "switched off"),)
+    others = explain((EXACT, *PACKED_BACKENDS, DENSE, CPU_HALF), key)
+    return (others[0], *native, *others[1:])

@@ -7,6 +7,7 @@ is promised to be equal.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,8 +21,10 @@ from kernels.spec.op import OpKey
 PROBE_SHAPE = (1536, 576)
 """[N, K] of the trial layer: large enough to leave the first cache levels, small enough to pack."""
 PROBE_ROWS = (16, 128)
-CROSSOVERS = (1, 2, 4, 8)
+CROSSOVERS = (1, 2, 4, 8, 16, 32)
 REPEATS = 2
+ROUNDS = 3
+"""A busy machine may spoil one timing; so often the dense copy must be faster to be believed."""
 
 DenseChoice = tuple[CpuHalf | Dense, torch.dtype]
 Timer = Callable[[Callable[[], object]], float]
@@ -75,7 +78,18 @@ def crossover(layers: Sequence[tuple[LinearFn, LinearFn, int]], timer: Timer = b
             for _, run, width in layers:
                 run(x[width])
 
-        if timer(packed) > timer(dense):
+        if not _wins(packed, dense, timer):
             break
         few = rows
     return few
+
+
+def _wins(packed: Callable[[], object], dense: Callable[[], object], timer: Timer) -> bool:
+    """Whether the best time of packed is at most that of dense, in any of a few rounds."""
+    best_packed = best_dense = math.inf
+    for _ in range(ROUNDS):
+        best_packed = min(best_packed, timer(packed))
+        best_dense = min(best_dense, timer(dense))
+        if best_packed <= best_dense:
+            return True
+    return False

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.linear.cpu_int4 import CpuInt4, kernel_group
+from kernels.linear.cpu_native import CpuNative
 from kernels.linear.dense import CpuHalf, Dense
 from kernels.linear.exact import TILE_ROWS, ExactTiles
 from kernels.linear.op import LINEAR, LinearPolicy, explain_linear, prepare_linear
@@ -33,6 +34,7 @@ LAYERS = {
     "w3 odd sizes": {"n": 5, "k": 13, "bits": 3, "group": 8},
 }
 BACKENDS = {
+    "cpu.native": (CpuNative(), torch.float32, "float16"),
     "cpu.int4": (CpuInt4(), torch.float32, "bfloat16"),
     "dequantise": (Dequantise(), torch.float32, "float32"),
     "dense fp32": (Dense(), torch.float32, "float32"),
