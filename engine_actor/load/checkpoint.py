@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine_actor.errors import CheckpointError
-from engine_actor.load.formats import dense, native
+from engine_actor.load.formats import awq, compressed_tensors, dense, gptq, native
 from engine_actor.load.formats.base import Entry, Weight
 from engine_actor.load.refusal import one_line, read_json_object, refusal
 from engine_actor.load.shards import ShardSet
@@ -23,6 +23,16 @@ from engine_actor.model.config import ModelConfig
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
+OLDER_GPTQ = "quantize_config.json"
+"""Where GPTQ repositories kept their settings before config.json had them."""
+_PLANNERS: dict[str, Callable[[ModelConfig, ShardSet, dict[str, Any]], list[Entry]]] = {
+    native.METHOD: native.plan,
+    gptq.METHOD: gptq.plan_gptq,
+    awq.METHOD: awq.plan_awq,
+    compressed_tensors.METHOD: compressed_tensors.plan_compressed,
+}
+"""quant_method of config.json -> its reader."""
+_SHOWN = {native.METHOD: "packed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,8 @@ class Checkpoint:
         """
         with self.shards.reading() as read:
             for entry in self.entries:
-                yield entry.name, entry.load(read)
+                loaded = entry.load(read)
+                yield from loaded.items() if isinstance(loaded, dict) else [(entry.name, loaded)]
 
     def usable_vocab_size(self) -> int:
         """Ids the tokenizer can name; the rows of the embedding above them are padding."""
@@ -105,7 +116,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise refusal(folder, f"not a checkpoint: {CONFIG} is not in the folder")
     raw = read_json_object(folder / CONFIG)
     generation = read_json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
-    section = raw.pop(native.SECTION, None)
+    section = raw.pop(native.SECTION, None) or _older_section(folder)
     format_name = _format_of(section)
     try:
         config = ModelConfig.from_hf(raw, generation)
@@ -113,15 +124,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         # Its keys and values are the file's own words: make them printable.
         raise CheckpointError(one_line(str(error))) from None
     shards = ShardSet.open(folder)
-    if format_name == "packed":
-        entries = native.plan(config, shards, section)
-    else:
+    if format_name == "dense":
         entries = dense.plan(config, shards)
+    else:
+        assert isinstance(section, dict)  # _format_of has seen to it
+        entries = _PLANNERS[format_name](config, shards, section)
     settings = json.dumps([raw, generation, section], sort_keys=True)
     return Checkpoint(
         folder=folder,
         config=config,
-        quantisation=_summary(format_name, entries),
+        quantisation=_summary(_SHOWN.get(format_name, format_name), entries),
         nbytes=sum(entry.nbytes for entry in entries),
         fingerprint=hashlib.sha256(f"{shards.digest} {settings}".encode()).hexdigest(),
         shards=shards,
@@ -130,16 +142,22 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _format_of(section: Any) -> str:
-    """`dense` without a quantization_config, `packed` with ours. Others are refused by name."""
+    """The name of the format: `dense` without a quantization_config. Others are refused by name."""
     if section is None:
         return "dense"
     method = section.get("quant_method") if isinstance(section, dict) else None
-    if method != native.METHOD:
+    if not isinstance(method, str) or method not in _PLANNERS:
+        known = ", ".join(repr(name) for name in _PLANNERS)
         raise refusal(
             f"{native.SECTION}.quant_method",
-            f"{method!r} cannot be read (supported: none, {native.METHOD!r})",
+            f"{method!r} cannot be read (supported: none, {known})",
         )
-    return "packed"
+    return method
+
+
+def _older_section(folder: Path) -> dict[str, Any] | None:
+    path = folder / OLDER_GPTQ
+    return {**read_json_object(path), "quant_method": gptq.METHOD} if path.is_file() else None
 
 
 def _summary(format_name: str, entries: list[Entry]) -> Quantisation:

@@ -22,7 +22,12 @@ def dequantise(layer: PackedLinear) -> np.ndarray:
     q *= layer.scales.float().numpy()[..., None]
     if layer.offsets is not None:
         q += layer.offsets.float().numpy()[..., None]
-    return q.reshape(rows, -1)[:, : layer.in_features]
+    matrix = q.reshape(rows, -1)[:, : layer.in_features]
+    if layer.perm is None:
+        return matrix
+    restored = np.empty_like(matrix)
+    restored[:, layer.perm.numpy()] = matrix
+    return restored
 
 
 def _codes(layer: PackedLinear) -> np.ndarray:

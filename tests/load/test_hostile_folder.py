@@ -167,7 +167,7 @@ def test_a_tensor_that_its_shard_does_not_have(tmp_path: Path, no_weight_is_read
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method: 'gptq' cannot be read"),
+        ({"quant_method": "bitsandbytes"}, "quant_method: 'bitsandbytes' cannot be read"),
         ("gptq", "quant_method: None cannot be read"),
         ({"quant_method": "deepinfer"}, "format_version: is None, this release reads 1"),
         ({"quant_method": "deepinfer", "format_version": 2}, "format_version: is 2, this release"),

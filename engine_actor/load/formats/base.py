@@ -15,6 +15,9 @@ FLOATS = ("F32", "F16", "BF16")
 Weight = torch.Tensor | DenseLinear | PackedLinear
 """A norm is a 1-D tensor, everything else a linear (the embedding too: a linear's table)."""
 
+Loaded = Weight | dict[str, Weight]
+"""One weight, or the parts of a linear that turned out not to fit into one, by canonical name."""
+
 Read = Callable[[str], torch.Tensor]
 
 
@@ -22,15 +25,17 @@ Read = Callable[[str], torch.Tensor]
 class Entry:
     """One canonical weight that is known to be whole: `load` reads its `sources` and builds it.
 
-    `bits` and `group` are 0 for a weight that is not packed; `nbytes` counts the sources.
+    `bits` and `group` are 0 for a weight that is not packed; `nbytes` counts the sources. `note`
+    says in a few words where the loaded form is not bit for bit what the file means.
     """
 
     name: str
     sources: tuple[str, ...]
     nbytes: int
-    load: Callable[[Read], Weight]
+    load: Callable[[Read], Loaded]
     bits: int = 0
     group: int = 0
+    note: str = ""
 
 
 def fuse_dense(parts: list[DenseLinear]) -> DenseLinear:
@@ -43,12 +48,19 @@ def fuse_dense(parts: list[DenseLinear]) -> DenseLinear:
 
 
 def can_fuse(parts: list[PackedLinear]) -> bool:
-    """Whether one PackedLinear can hold the rows of all parts: same bits, group, kind, no perm."""
-    kinds = {
-        (p.bits, p.group, p.in_features, p.offsets is None, p.zeros is None, p.bias is None)
-        for p in parts
-    }
-    return len(kinds) == 1 and all(part.perm is None for part in parts)
+    """Whether one PackedLinear can hold the rows of all parts: same bits, group, kind and perm."""
+    kinds = {(p.bits, p.group, p.in_features, p.offsets is None, p.bias is None) for p in parts}
+    has_offsets = parts[0].offsets is not None
+    if len(kinds) > 1 or (has_offsets and any(part.zeros is not None for part in parts)):
+        return False
+    first = parts[0].perm
+    return all(_same(first, part.perm) for part in parts)
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
 
 
 def fuse_packed(parts: list[PackedLinear]) -> PackedLinear:
@@ -72,9 +84,33 @@ def fuse_packed(parts: list[PackedLinear]) -> PackedLinear:
         qweight,
         scales,
         offsets=stack("offsets"),
-        zeros=stack("zeros"),
+        zeros=_stacked_zeros(parts),
         bias=stack("bias"),
+        perm=first.perm,
     )
+
+
+def _stacked_zeros(parts: list[PackedLinear]) -> torch.Tensor | None:
+    """A part without zero points has them all at 0."""
+    if all(part.zeros is None for part in parts):
+        return None
+    return torch.cat(
+        [
+            torch.zeros_like(part.scales, dtype=torch.int8) if part.zeros is None else part.zeros
+            for part in parts
+        ]
+    )
+
+
+def join(name: str, parts: dict[str, DenseLinear | PackedLinear]) -> Loaded:
+    """The linear `name` out of its parts in order; the parts themselves where they are unlike."""
+    packed = [part for part in parts.values() if isinstance(part, PackedLinear)]
+    dense = [part for part in parts.values() if isinstance(part, DenseLinear)]
+    if len(packed) == len(parts) and can_fuse(packed):
+        return fuse_packed(packed)
+    if len(dense) == len(parts):
+        return fuse_dense(dense)
+    return dict(parts)
 
 
 def refuse_leftovers(names: set[str], known: set[str]) -> None:
