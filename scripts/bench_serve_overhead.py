@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="a server of ours")
     parser.add_argument("--output", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--cache-dir", type=Path, help="where the demo model is kept")
+    parser.add_argument("--model", type=Path, help="the server's checkpoint, where not the demo")
     parser.add_argument("--threads", type=int, help="of the engine in this process")
     parser.add_argument("--requests", type=int, default=8, help="of one repetition and path")
     parser.add_argument("--repeats", type=int, default=5)
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     model = listing["data"][0]["id"]
     engine, switches = build_our_engine(
-        args.cache_dir or cache_dir(), {"cpu_threads": args.threads}
+        args.cache_dir or cache_dir(), {"cpu_threads": args.threads}, model=args.model
     )
     prompts = Prompts(engine.facts.vocab_size, seed=1)
     bare = OurEngine(engine, Prompts(engine.facts.vocab_size))

@@ -217,10 +217,14 @@ class LlamaCppPeer:
 
 
 def build_our_engine(
-    cache_dir: Path, engine_settings: Mapping[str, Any], wheel: Path | None = None
+    cache_dir: Path,
+    engine_settings: Mapping[str, Any],
+    wheel: Path | None = None,
+    model: Path | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """The engine as the server builds it on the demo model, but stepped by its caller; and its
-    switches. `engine_settings`: settings of `engine:`; a None is left at its default.
+    """The engine as the server builds it on the demo model or the checkpoint `model`, but stepped
+    by its caller; and its switches. `engine_settings`: settings of `engine:`; a None is left at
+    its default.
     """
     from configs.schema import AppArgs
     from engine_actor.build import build_engine
@@ -228,7 +232,7 @@ def build_our_engine(
 
     given = {name: value for name, value in engine_settings.items() if value is not None}
     args = AppArgs.model_validate({"engine": {"device": "cpu", **given}})
-    engine = build_engine(args, prepare_demo(cache_dir, wheel=wheel))
+    engine = build_engine(args, model or prepare_demo(cache_dir, wheel=wheel))
     switches = {"engine": args.engine.model_dump(mode="json"), "facts": asdict(engine.facts)}
     return engine, switches
 
