@@ -15,19 +15,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from configs.load import cache_dir
+
 _MAGIC = b"deepinfer-cubin-1"
-_folder = Path.home() / ".cache" / "deepinfer-sm86" / "cubins"
+_FOLDER_NAME = "cubins"
+_folder: Path | None = None
 
 
-def set_cubin_folder(folder: Path) -> None:
-    """Where cubins are kept from now on; made when the first is written."""
+def set_cubin_folder(folder: Path | None) -> None:
+    """Where cubins are kept from now on, made when the first is written; None: as configured."""
     global _folder
     _folder = folder
 
 
 def cubin_folder() -> Path:
-    """Where cubins are kept."""
-    return _folder
+    """Where cubins are kept: the folder set, else one in the configured cache."""
+    return cache_dir() / _FOLDER_NAME if _folder is None else _folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,9 @@ def store_cubin(key: str, cubin: Cubin) -> None:
     }
     content = b"\n".join((_MAGIC, json.dumps(facts).encode(), cubin.code))
     try:
-        _folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=_folder, suffix=".part", delete=False) as file:
+        folder = cubin_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as file:
             file.write(content)
         _rename(Path(file.name), _path(key))
     except OSError as error:
@@ -103,4 +107,4 @@ def _rename(part: Path, final: Path) -> None:
 
 
 def _path(key: str) -> Path:
-    return _folder / f"{key}.cubin"
+    return cubin_folder() / f"{key}.cubin"

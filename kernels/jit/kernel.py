@@ -70,11 +70,12 @@ class Kernel:
     ) -> None:
         """Queue the kernel on torch's current stream of the current device; returns at once.
 
-        A torch tensor is passed as its pointer and None as a null pointer, int as int32 and float
-        as float32. shared_bytes: dynamic shared memory of a block, more than 48 KiB allowed where
-        the card allows it. launch_dependents: programmatic dependent launch, the kernel may start
-        before the one ahead of it in the stream ends (it must wait by griddepcontrol); ignored
-        below sm_90. Raises LaunchError with the driver's reason.
+        A torch tensor is passed as its pointer and None as a null pointer, int as int32, float as
+        float32, and bytes, of one length for each kernel, as a structure by value. shared_bytes:
+        dynamic shared memory of a block, more than 48 KiB allowed where the card allows it.
+        launch_dependents: programmatic dependent launch, the kernel may start before the one ahead
+        of it in the stream ends (it must wait by griddepcontrol); ignored below sm_90. Raises
+        LaunchError with the driver's reason.
         """
         shared = self.shared_bytes if shared_bytes is None else shared_bytes
         self._launcher.launch(grid, block, arguments, shared, launch_dependents)

@@ -153,8 +153,11 @@ def _letter(entry: str, place: int, value: Any, device: int) -> str:
         return _INT
     if isinstance(value, float):
         return _FLOAT
+    if isinstance(value, bytes):
+        return f"{len(value)}s"
     raise TypeError(
-        f"{entry}: argument {place} is a {type(value).__name__}; pass tensors, None, int or float"
+        f"{entry}: argument {place} is a {type(value).__name__}; pass tensors, None, int, float or "
+        "bytes"
     )
 
 

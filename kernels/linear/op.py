@@ -12,6 +12,7 @@ import torch
 
 from kernels.linear.cpu_int4 import CpuInt4
 from kernels.linear.cpu_native import CpuNative
+from kernels.linear.cuda import Cuda
 from kernels.linear.dense import CpuHalf, Dense
 from kernels.linear.exact import ExactTiles
 from kernels.linear.reference import Dequantise, linear_reference
@@ -42,7 +43,8 @@ EXACT = ExactTiles()
 DENSE = Dense()
 CPU_HALF = CpuHalf()
 CPU_NATIVE = CpuNative()
-PACKED_BACKENDS: tuple[LinearBackend, ...] = (CpuInt4(), Dequantise())
+CUDA = Cuda()
+PACKED_BACKENDS: tuple[LinearBackend, ...] = (CpuInt4(), CUDA, Dequantise())
 """Ways to multiply packed weights without a dense copy, fastest for few rows first."""
 
 

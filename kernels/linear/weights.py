@@ -11,6 +11,7 @@ import torch
 from kernels.pack.dense_linear import DenseLinear
 from kernels.pack.dequantise import dequantise
 from kernels.pack.packed_linear import PackedLinear
+from kernels.spec.device import compute_capability
 from kernels.spec.op import OpKey
 
 Weights = PackedLinear | DenseLinear
@@ -35,7 +36,18 @@ def linear_key(weights: Weights, dtype: torch.dtype, device: torch.device, exact
         bits=packed.bits if packed else 0,
         group=packed.group_size if packed else 0,
         exact=exact,
+        affine=_affine(packed),
+        perm=packed is not None and packed.perm is not None,
+        sm=compute_capability(device),
     )
+
+
+def _affine(packed: PackedLinear | None) -> str:
+    if packed is None:
+        return ""
+    if packed.offsets is not None:
+        return "offsets"
+    return "zeros" if packed.zeros is not None else ""
 
 
 def dense_weight(weights: Weights) -> torch.Tensor:

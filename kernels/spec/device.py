@@ -6,6 +6,7 @@ The one place of `kernels` that asks torch.cuda about a device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -36,6 +37,19 @@ def device_info(device: torch.device) -> DeviceInfo:
             multiprocessors=found.multi_processor_count,
         )
     raise ValueError(f"no kernels for device {device.type!r}; there are cpu and cuda")
+
+
+@cache
+def compute_capability(device: torch.device) -> int:
+    """86 for compute capability 8.6; 0 on a CPU, and on a GPU that torch does not find."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 0
+    return device_info(device).sm
+
+
+def card_name() -> str:
+    """The current CUDA device as torch calls it; "" where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def cuda_devices() -> int:

@@ -19,6 +19,9 @@ class OpKey:
     out- and in-features; 0 where the op has no such axis or it is not known yet.
     bits: of the weight codes, 0 for dense weights. group: values per scale, 0 for dense.
     exact: True where the result must not depend on the other rows of the batch.
+    affine: what a group adds to its codes: "" (w = s q), "offsets" or "zeros". perm: whether the
+    columns are stored in another order than that of x. sm: 86 for compute capability 8.6, 0 where
+    it is not a GPU or not asked.
     """
 
     op: str
@@ -30,6 +33,9 @@ class OpKey:
     bits: int = 0
     group: int = 0
     exact: bool = False
+    affine: str = ""
+    perm: bool = False
+    sm: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from kernels.jit import source
-from kernels.jit.cubin_cache import cubin_folder, set_cubin_folder
+from kernels.jit.cubin_cache import set_cubin_folder
 
 
 @pytest.fixture
 def cubins(tmp_path: Path) -> Iterator[Path]:
-    """An empty cubin folder; the process's own is put back."""
-    before = cubin_folder()
+    """An empty cubin folder; the configured one is put back."""
     set_cubin_folder(tmp_path / "cubins")
     yield tmp_path / "cubins"
-    set_cubin_folder(before)
+    set_cubin_folder(None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,164 @@
+"""Packed weights on a GPU: every CUDA backend, and the layer that picks one by the number of rows.
+
+A layer is prepared once for every backend that its policy will ever call; a call then costs one
+look-up. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from kernels.jit.availability import why_no_jit
+from kernels.linear.dequantise_cublas import DequantiseCublas
+from kernels.linear.row_policy import FEW_ROWS, MOST_ROWS, Policy, RowChoice, row_choices
+from kernels.linear.seed import SeedBatchTile, SeedGemv, SeedTiled
+from kernels.linear.strip import StripWeights, to_strips
+from kernels.linear.weights import LinearFn, Weights, linear_key
+from kernels.pack.dense_linear import DenseLinear
+from kernels.pack.packed_linear import PackedLinear
+from kernels.spec.device import card_name
+from kernels.spec.op import OpKey
+from kernels.spec.registry import NoBackend
+from kernels.spec.tuned import tuned_tables
+
+
+class CudaBackend(Protocol):
+    """As LinearBackend of kernels/linear/op.py; refuse() is asked with the number of rows."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refuse(self, key: OpKey) -> str | None: ...
+
+    def prepare(self, weights: Weights, dtype: torch.dtype) -> LinearFn: ...
+
+
+@runtime_checkable
+class StripBackend(Protocol):
+    """One that reads strips: several of them then share one re-laid copy of a layer."""
+
+    def prepare_strips(self, strips: StripWeights, dtype: torch.dtype) -> LinearFn: ...
+
+
+BACKENDS: tuple[CudaBackend, ...] = (
+    SeedTiled(),
+    SeedBatchTile(4),
+    SeedGemv(),
+    DequantiseCublas(),
+)
+"""In the order in which they are asked where no tuned row speaks of a shape."""
+EXPERIMENTS: tuple[CudaBackend, ...] = (
+    SeedBatchTile(3),
+    SeedTiled(1),
+    SeedTiled(2),
+    SeedTiled(3),
+)
+"""Correct, tested, measured, and chosen by nobody."""
+
+
+class Cuda:
+    """y in fp16, or in the dtype of x where the weights are made dense."""
+
+    def __init__(
+        self, policy: Policy = "tuned", backends: Sequence[CudaBackend] = BACKENDS
+    ) -> None:
+        self.name = f"cuda.{policy}"
+        self.policy: Policy = policy
+        self.backends = tuple(backends)
+
+    def refuse(self, key: OpKey) -> str | None:
+        """Without key.m, whether every number of rows has a backend."""
+        if key.device != "cuda":
+            return "runs on a GPU only"
+        missing = why_no_jit()
+        if missing is not None:
+            return missing
+        try:
+            self.choices(key)
+        except NoBackend as error:
+            return str(error)
+        return None
+
+    def choices(self, key: OpKey) -> list[tuple[CudaBackend, RowChoice]]:
+        """What would run for which rows, and why. Raises NoBackend."""
+        return _choices(self.backends, replace(self._asked(key), m=0), self.policy)
+
+    def _asked(self, key: OpKey) -> OpKey:
+        """bf16 activations are cast on the way in and out, which costs less than dense weights do;
+        the seed makes the weights dense for anything but fp16.
+        """
+        if self.policy == "tuned" and key.dtype == "bfloat16":
+            return replace(key, dtype="float16")
+        return key
+
+    def prepare(self, weights: Weights, dtype: torch.dtype) -> LinearFn:
+        assert not isinstance(weights, DenseLinear)
+        key = linear_key(weights, dtype, weights.qweight.device, exact=False)
+        prepared = _Prepared(weights, dtype, key)
+        few: list[LinearFn] = []
+        many: dict[int, LinearFn] = {}
+        for backend, choice in self.choices(key):
+            run = prepared.function_of(backend)
+            few += [run] * (min(choice.last, FEW_ROWS) - len(few))
+            for length in range(choice.first.bit_length(), choice.last.bit_length() + 1):
+                many[length] = run
+        return _by_rows([few[0], *few], many)
+
+
+class _Prepared:
+    """The functions of one layer, each made when it is first asked for."""
+
+    def __init__(self, weights: PackedLinear, dtype: torch.dtype, key: OpKey) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._key = key
+        self._strips: StripWeights | None = None
+        self._functions: dict[str, LinearFn] = {}
+
+    def function_of(self, backend: CudaBackend) -> LinearFn:
+        """The backend's function; through fp16 where it does not take the layer's dtype."""
+        if backend.name not in self._functions:
+            run = self._prepare(backend)
+            is_native = backend.refuse(self._key) is None
+            self._functions[backend.name] = run if is_native else _through_half(run, self._dtype)
+        return self._functions[backend.name]
+
+    def _prepare(self, backend: CudaBackend) -> LinearFn:
+        if not isinstance(backend, StripBackend):
+            return backend.prepare(self._weights, self._dtype)
+        if self._strips is None:
+            self._strips = to_strips(self._weights)
+        return backend.prepare_strips(self._strips, self._dtype)
+
+
+def _through_half(run: LinearFn, dtype: torch.dtype) -> LinearFn:
+    return lambda x: run(x.to(torch.float16)).to(dtype)
+
+
+def _by_rows(few: list[LinearFn], many: dict[int, LinearFn]) -> LinearFn:
+    """few[m] for m up to FEW_ROWS, above it many[number of bits of m]."""
+    if len(set(map(id, (*few, *many.values())))) == 1:
+        return few[0]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        return few[rows](x) if rows <= FEW_ROWS else many[rows.bit_length()](x)
+
+    return run
+
+
+@lru_cache(maxsize=256)
+def _choices(
+    backends: tuple[CudaBackend, ...], key: OpKey, policy: Policy
+) -> list[tuple[CudaBackend, RowChoice]]:
+    """A model has a handful of shapes and hundreds of layers."""
+    name = card_name() if key.sm else ""
+    return row_choices(backends, key, policy, tuned_tables(key.sm, name))
+
+
+assert MOST_ROWS.bit_length() > FEW_ROWS.bit_length()
