@@ -16,6 +16,11 @@ from kernels.jit.source import INCLUDE_FOLDER, digest, included_files
 from kernels.jit.toolkit import include_folders
 
 FLAGS = ("-std=c++17", "--ptxas-options=-v")
+NO_CACHE = "--no-cache"
+NO_CACHE_SINCE = (12, 9)
+"""NVRTC keeps a cache of its own since then, and a program that comes from it has no log: then
+nobody could say what the kernel takes.
+"""
 ARCHITECTURE_SPECIFIC = {90: "sm_90a"}
 """wgmma and setmaxnreg exist in the `a` target only; a cubin is for one architecture anyway."""
 Defines = Mapping[str, int | float | str]
@@ -55,6 +60,8 @@ def compile_cubin(source: Path, defines: Defines, sm: int) -> Cubin:
         known = ", ".join(map(str, compiler.architectures))
         raise CompileError(f"NVRTC {version} does not know sm_{sm}; it knows {known}")
     options += [f"-I{folder}" for folder in folders]
+    if compiler.version >= NO_CACHE_SINCE:
+        options.append(NO_CACHE)
     try:
         code, log = compiler.compile(source.read_text(encoding="utf-8"), str(source), options)
     except NvrtcError as error:

@@ -10,6 +10,8 @@ import sys
 from functools import cache
 from typing import Any
 
+STATIC_SHARED = 1
+"""CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES."""
 MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -79,6 +81,16 @@ def load_function(code: bytes, entry: str) -> int:
     check(found, f"looking up {entry} in its cubin")
     assert function.value is not None
     return function.value
+
+
+def static_shared(function: int) -> int:
+    """Bytes of static shared memory of a block."""
+    found = ctypes.c_int()
+    status = driver().cuFuncGetAttribute(
+        ctypes.byref(found), STATIC_SHARED, ctypes.c_void_p(function)
+    )
+    check(status, "asking for static shared memory")
+    return found.value
 
 
 def allow_shared(function: int, bytes_wanted: int, entry: str) -> None:

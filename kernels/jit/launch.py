@@ -91,9 +91,8 @@ class Launcher:
         major, minor = torch.cuda.get_device_capability(device)
         driver.enter_context(device)
         sm = major * 10 + minor
-        cubin = self._cubin(sm)
-        static_shared = cubin.of(self._entry).shared_bytes
-        function = driver.load_function(cubin.code, self._entry)
+        function = driver.load_function(self._cubin(sm).code, self._entry)
+        static_shared = driver.static_shared(function)
         loaded = self._loaded[device] = _Loaded(function, static_shared, sm >= PROGRAMMATIC_SM)
         return loaded
 
