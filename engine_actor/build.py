@@ -90,11 +90,13 @@ def context_length(source: ModelSource, checkpoint: Checkpoint) -> int:
 
 
 def served_name(source: ModelSource) -> str:
-    """The name in /v1/models: as configured, else a Hub id or `demo` as it is, a folder's last
-    part."""
+    """The name in /v1/models: as configured, else a Hub id or `demo` as it is, a folder's or
+    file's last part."""
     if source.served_name:
         return source.served_name
     folder = Path(source.path).expanduser()
+    if folder.is_file():
+        return folder.stem
     return folder.resolve().name if folder.is_dir() else source.path
 
 

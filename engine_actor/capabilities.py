@@ -39,7 +39,7 @@ def checkpoint_on_disk(path: str, cache_dir: Path) -> Checkpoint | None:
     folder is here and is none.
     """
     folder = cache_dir / FOLDER if path == DEMO else Path(path).expanduser()
-    here = (folder / CONFIG).is_file() if path == DEMO else folder.is_dir()
+    here = (folder / CONFIG).is_file() if path == DEMO else folder.exists()
     return open_checkpoint(folder) if here else None
 
 

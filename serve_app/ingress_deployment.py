@@ -89,7 +89,7 @@ class Ingress:
             return found
 
         folder, model = Path(self._settings.folder), self._args.model
-        if not folder.is_dir():  # another node than the one that checked it
+        if not folder.exists():  # another node than the one that checked it
             folder = await asyncio.to_thread(resolve, model.path, load.cache_dir(), model.revision)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
         link = self._link = EngineLink(port)

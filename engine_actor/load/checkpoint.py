@@ -9,13 +9,20 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from engine_actor.errors import CheckpointError
 from engine_actor.load.formats import awq, compressed_tensors, dense, gptq, native
-from engine_actor.load.formats.base import Entry, Weight
+from engine_actor.load.formats.base import Entry, Read, Weight
+from engine_actor.load.formats.gguf import GgufFile
+from engine_actor.load.gguf_config import hub_config
+from engine_actor.load.gguf_model import GgufWeights
+from engine_actor.load.gguf_model import plan as plan_gguf
+from engine_actor.load.gguf_place import gguf_of
+from engine_actor.load.gguf_tokenizer import ending_ids
 from engine_actor.load.refusal import one_line, read_json_object, refusal
 from engine_actor.load.shards import ShardSet
 from engine_actor.model.config import ModelConfig
@@ -33,6 +40,15 @@ _PLANNERS: dict[str, Callable[[ModelConfig, ShardSet, dict[str, Any]], list[Entr
 }
 """quant_method of config.json -> its reader."""
 _SHOWN = {native.METHOD: "packed"}
+
+
+class WeightSource(Protocol):
+    """Where stored tensors are read from: the shards of a folder, or a GGUF file."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def reading(self) -> AbstractContextManager[Read]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +71,7 @@ class Quantisation:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder that is known to be whole.
+    """A folder, or a GGUF file, that is known to be whole.
 
     `nbytes` are the bytes of the weights in their stored form, from headers. `fingerprint` changes
     with the config, any header and any file size, not with the place of the folder.
@@ -66,7 +82,7 @@ class Checkpoint:
     quantisation: Quantisation
     nbytes: int
     fingerprint: str
-    shards: ShardSet
+    source: WeightSource
     entries: tuple[Entry, ...]
 
     @property
@@ -85,7 +101,7 @@ class Checkpoint:
         A linear is a PackedLinear or DenseLinear, a norm a 1-D tensor. Unfused tensors are views
         of the mapped file: read them, do not write into them.
         """
-        with self.shards.reading() as read:
+        with self.source.reading() as read:
             for entry in self.entries:
                 loaded = entry.load(read)
                 yield from loaded.items() if isinstance(loaded, dict) else [(entry.name, loaded)]
@@ -106,37 +122,67 @@ class Checkpoint:
         return min(self.config.vocab_size, largest + 1)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read config and headers of a folder. Raises CheckpointError with one line that names the
-    key, file or tensor; no weight has been read by then.
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read config and headers of a folder, or of a GGUF file. Raises CheckpointError with one line
+    that names the key, file or tensor; no weight has been read by then.
     """
-    if not folder.is_dir():
-        raise refusal(str(folder), "not a folder")
-    if not (folder / CONFIG).is_file():
-        raise refusal(folder, f"not a checkpoint: {CONFIG} is not in the folder")
-    raw = read_json_object(folder / CONFIG)
-    generation = read_json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
-    section = raw.pop(native.SECTION, None) or _older_section(folder)
+    if (gguf := gguf_of(path)) is not None:
+        return _open_gguf(path, gguf)
+    if not path.is_dir():
+        raise refusal(str(path), "not a folder")
+    if not (path / CONFIG).is_file():
+        raise refusal(path, f"not a checkpoint: {CONFIG} is not in the folder")
+    raw = read_json_object(path / CONFIG)
+    generation = read_json_object(path / GENERATION) if (path / GENERATION).is_file() else None
+    section = raw.pop(native.SECTION, None) or _older_section(path)
     format_name = _format_of(section)
-    try:
-        config = ModelConfig.from_hf(raw, generation)
-    except CheckpointError as error:
-        # Its keys and values are the file's own words: make them printable.
-        raise CheckpointError(one_line(str(error))) from None
-    shards = ShardSet.open(folder)
+    config = _config(raw, generation)
+    shards = ShardSet.open(path)
     if format_name == "dense":
         entries = dense.plan(config, shards)
     else:
         assert isinstance(section, dict)  # _format_of has seen to it
         entries = _PLANNERS[format_name](config, shards, section)
     settings = json.dumps([raw, generation, section], sort_keys=True)
+    return _checkpoint(
+        path, config, _SHOWN.get(format_name, format_name), settings, shards, entries
+    )
+
+
+def _open_gguf(path: Path, gguf: Path) -> Checkpoint:
+    with GgufFile(gguf) as file:
+        if file.metadata.get("split.count", 1) not in (0, 1):
+            raise refusal(gguf, "is one part of several; join them with llama-gguf-split --merge")
+        config = _config({**hub_config(file), "eos_token_id": list(ending_ids(file))}, None)
+        entries = plan_gguf(file, config)
+        types = Counter(t.type for t in file.tensors.values() if len(t.shape) > 1)
+        shown = " ".join(["gguf", *(name for name, _ in types.most_common())])
+        return _checkpoint(path, config, shown, "", GgufWeights(gguf, file.digest), entries)
+
+
+def _config(raw: dict[str, Any], generation: dict[str, Any] | None) -> ModelConfig:
+    try:
+        return ModelConfig.from_hf(raw, generation)
+    except CheckpointError as error:
+        # Its keys and values are the file's own words: make them printable.
+        raise CheckpointError(one_line(str(error))) from None
+
+
+def _checkpoint(
+    path: Path,
+    config: ModelConfig,
+    format_name: str,
+    settings: str,
+    source: WeightSource,
+    entries: list[Entry],
+) -> Checkpoint:
     return Checkpoint(
-        folder=folder,
+        folder=path,
         config=config,
-        quantisation=_summary(_SHOWN.get(format_name, format_name), entries),
+        quantisation=_summary(format_name, entries),
         nbytes=sum(entry.nbytes for entry in entries),
-        fingerprint=hashlib.sha256(f"{shards.digest} {settings}".encode()).hexdigest(),
-        shards=shards,
+        fingerprint=hashlib.sha256(f"{source.digest} {settings}".encode()).hexdigest(),
+        source=source,
         entries=tuple(entries),
     )
 

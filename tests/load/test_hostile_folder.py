@@ -88,9 +88,9 @@ def test_pickles_are_refused_and_never_run(dense: Path, name: str) -> None:
     )
 
 
-def test_a_gguf_file_alone(dense: Path) -> None:
+def test_a_broken_gguf_file_alone(dense: Path) -> None:
     (dense / "model.safetensors").rename(dense / "model.gguf")
-    assert _message(dense) == "tiny: has only model.gguf; a GGUF file must be converted first"
+    assert _message(dense) == "model.gguf: not a GGUF file"
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ def test_neither_folder_nor_id(tmp_path: Path, path: str, hub: list[dict[str, An
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
     file.touch()
-    with pytest.raises(CheckpointError, match=r"is a file; give the folder of a checkpoint$"):
+    with pytest.raises(
+        CheckpointError, match=r"is a file; give the folder of a checkpoint, or a \.gguf file$"
+    ):
         source.resolve(str(file), tmp_path)
 
 

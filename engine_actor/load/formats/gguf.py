@@ -6,6 +6,7 @@ each is held against the bytes that are really there before anything is allocate
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import struct
@@ -36,7 +37,11 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-BLOCKS = {"F32": (1, 4), "F16": (1, 2), "Q4_1": (32, 20), "Q8_0": (32, 34)}
+BLOCKS = {
+    **{"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20)},
+    **{"Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34)},
+    **{"Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)},
+}
 """Types we read: values and bytes of one block."""
 _TYPE_NAMES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1"},
@@ -70,7 +75,9 @@ class GgufFile:
         except (OSError, ValueError) as error:  # ValueError: mmap of an empty file
             raise refusal(path, f"cannot be read ({error})") from None
         try:
-            self.metadata, self.tensors = _Header(path, self._map).parse()
+            header = _Header(path, self._map)
+            self.metadata, self.tensors = header.parse()
+            self.header_bytes = header.end
         except BaseException:
             self._map.close()
             raise
@@ -85,6 +92,11 @@ class GgufFile:
         trace: TracebackType | None,
     ) -> None:
         self._map.close()
+
+    @property
+    def digest(self) -> str:
+        """Changes with the header and with the size of the file, hexadecimal."""
+        return hashlib.sha256(self._map[: self.header_bytes] + b"%d" % len(self._map)).hexdigest()
 
     def read(self, name: str) -> bytes:
         """A copy of a tensor's bytes."""
@@ -112,6 +124,11 @@ class _Header:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path, self._data, self._size = path, data, len(data)
         self._at, self._what = 0, "the header"
+
+    @property
+    def end(self) -> int:
+        """Bytes read so far."""
+        return self._at
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if self._take(4) != MAGIC:
