@@ -32,6 +32,14 @@ from kernels.linear.op import (  # noqa: E402
 )
 from kernels.linear.probe import crossover, fastest_dense  # noqa: E402
 from kernels.linear.weights import moved  # noqa: E402
+from kernels.native.layers import MOST_ROWS as NATIVE_MOST_ROWS  # noqa: E402
+from kernels.native.layers import (  # noqa: E402
+    NativeLayers,
+    NativeLayerWeights,
+    NativeShape,
+    NativeStep,
+)
+from kernels.native.layers import refuse_layers as refuse_native_layers  # noqa: E402
 from kernels.pack.dense_linear import DenseLinear  # noqa: E402
 from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
 from kernels.pack.packed_linear import PackedLinear  # noqa: E402
@@ -41,6 +49,7 @@ from kernels.spec.registry import Verdict  # noqa: E402
 __all__ = [
     "CPU_HALF",
     "DENSE",
+    "NATIVE_MOST_ROWS",
     "AttentionFn",
     "AttentionPlan",
     "DenseLinear",
@@ -49,6 +58,10 @@ __all__ = [
     "Linear",
     "LinearBackend",
     "LinearPolicy",
+    "NativeLayerWeights",
+    "NativeLayers",
+    "NativeShape",
+    "NativeStep",
     "OpSet",
     "PackedLinear",
     "RowFn",
@@ -68,6 +81,7 @@ __all__ = [
     "plan_attention",
     "plan_write",
     "prepare_linear",
+    "refuse_native_layers",
     "slice_rows",
     "write_kv",
 ]

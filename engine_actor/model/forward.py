@@ -15,6 +15,7 @@ from engine_actor.model.kv_store import KVStore
 from engine_actor.model.layers.attention import StepTensors
 from engine_actor.model.layers.embed import Embedding
 from engine_actor.model.layers.rope import Rotary
+from engine_actor.model.native_layers import NativeForward
 from engine_actor.work.inputs import BatchInputs
 
 PLANS_KEPT = 4
@@ -34,6 +35,7 @@ class ModelRunner:
         kv: KVStore,
         device: torch.device,
         vocab_size: int,
+        native: NativeForward | None = None,
     ) -> None:
         self.config = config
         self.n_layers = config.n_layers
@@ -46,6 +48,7 @@ class ModelRunner:
         self._rows = rows
         self._rotary = Rotary(config, device)
         self._layout = ops.HeadLayout(config.n_heads, config.n_kv_heads, config.head_dim**-0.5)
+        self._native = native
         self._plans: list[tuple[BatchInputs, StepTensors]] = []
 
     @torch.inference_mode()
@@ -60,6 +63,9 @@ class ModelRunner:
         """Apply layers first..last-1, writing their KV. Returns the new [T, hidden]; `hidden`
         itself is unchanged, so a failed call can be repeated.
         """
+        native = self._native
+        if native is not None and native.takes(hidden.shape[0]):
+            return native.run(hidden, self.kv.layers, inputs, self._rotary, first, last)
         return self._decoder.run(hidden, self.kv.layers, self._plan(inputs), first, last)
 
     @torch.inference_mode()

@@ -6,6 +6,7 @@ copy can be streamed through.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -18,10 +19,12 @@ from engine_actor.model.forward import ModelRunner
 from engine_actor.model.kv_store import KVStore
 from engine_actor.model.layers.embed import Embedding
 from engine_actor.model.memory import settle_allocator
+from engine_actor.model.native_layers import NativeForward, build_native_forward
 from engine_actor.model.precision import Precision, choose_precision
 
 __all__ = ["ModelRunner", "Weight", "build_runner"]
 
+LOGGER = logging.getLogger(__name__)
 Weight = torch.Tensor | ops.DenseLinear | ops.PackedLinear
 LINEARS = frozenset({"qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down"})
 NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm"})
@@ -126,6 +129,7 @@ def build_runner(
         absent = [n for n in ("norm", "head") if getattr(parts, n) is None]
         raise CheckpointError(f"{(['embed'] if parts.embedding is None else absent)[0]} is missing")
     _set_crossover(parts.linears)
+    native = _native_forward(parts, block_tokens)
     settle_allocator(precision.device)
     decoder = Decoder(layers, op_set.rows.norm(parts.norm, config.rms_eps))
     kv = KVStore(config, precision.kv_dtype, block_tokens, precision.device)
@@ -138,7 +142,22 @@ def build_runner(
         kv,
         precision.device,
         vocab_size,
+        native,
     )
+
+
+def _native_forward(parts: _Parts, block_tokens: int) -> NativeForward | None:
+    """Where the policy allows it and every part fits it."""
+    precision = parts.precision
+    if not precision.linears.native or precision.device.type != "cpu":
+        return None
+    found = build_native_forward(
+        parts.config, parts.linears, parts.norms, precision.kv_dtype, block_tokens
+    )
+    if isinstance(found, str):
+        LOGGER.info("layers run op by op: %s", found)
+        return None
+    return found
 
 
 PROBED_WEIGHTS = 256_000_000

@@ -19,7 +19,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE_FOLDER = Path(__file__).parent
-COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off")
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-w",
+)
 TUNED_FLAGS = (
     ("-march=native", "-fopenmp-simd"),
     ("-mcpu=native", "-fopenmp-simd"),

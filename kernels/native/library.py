@@ -29,12 +29,14 @@ POOLS = re.compile(r"/(lib[gio]+mp[^/]*\.so[^/]*)$")
 class NativeLibrary:
     """The functions. shares_pool: False where torch's threads were not found and calls run on one.
 
-    linear(layer, x, y, rows, threads) -> 0: addresses and counts, see linear.cpp.
+    linear(layer, x, y, rows, threads), layers(shape, layers, count, kv, step, threads): addresses
+    and counts, 0 where all is well; see linear.cpp and layers.cpp.
     """
 
     path: Path
     shares_pool: bool
     linear: Callable[..., int]
+    layers: Callable[..., int]
 
     def threads(self) -> int:
         """How many a call may use: torch's own number, as it is now."""
@@ -78,8 +80,8 @@ def _load(path: Path) -> NativeLibrary:
         library.native_set_pool(*pool)
     address, count = ctypes.c_void_p, ctypes.c_int64
     library.native_linear.argtypes = [address, address, address, count, ctypes.c_int]
-    library.native_linear.restype = ctypes.c_int
-    return NativeLibrary(path, pool is not None, library.native_linear)
+    library.native_layers.argtypes = [address, address, count, address, address, ctypes.c_int]
+    return NativeLibrary(path, pool is not None, library.native_linear, library.native_layers)
 
 
 def _torch_pool() -> tuple[int | None, int | None] | None:

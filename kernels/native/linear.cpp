@@ -265,7 +265,8 @@ void quantise_block(const float *x, int16_t *codes, float *scale, float *sum) {
 
 }  // namespace
 
-void quantise_row(const float *x, int64_t k, const int32_t *columns, Rows &rows, int64_t row) {
+void quantise_row(const float *x, int64_t k, const int32_t *columns, const Rows &rows,
+                  int64_t row) {
     int16_t *codes = rows.codes(row);
     float *scales = rows.scales(row), *sums = rows.sums(row);
     const int64_t whole = columns == nullptr ? k / BLOCK : 0;
@@ -307,14 +308,13 @@ void native_set_pool(void *parallel, void *team_size) {
 // x [rows, k] and y [rows, n], both fp32 and contiguous. 0, or 1 where memory is out.
 int native_linear(const native::Linear *layer, const float *x, float *y, int64_t rows,
                   int threads) {
-    thread_local native::Rows quantised;
+    thread_local native::RowMemory memory;
     try {
-        quantised.reserve(rows, layer->blocks());
+        memory.reserve(rows, layer->blocks());
     } catch (const std::bad_alloc &) {
         return 1;
     }
-    native::Rows &shared = quantised;
-    shared.blocks = layer->blocks();
+    const native::Rows shared = memory.rows(layer->blocks());
     native::run_team(threads, [&](native::Team &team, int number) {
         for (int64_t row = number; row < rows; row += team.size()) {
             native::quantise_row(x + row * layer->k, layer->k, layer->columns, shared, row);

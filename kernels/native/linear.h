@@ -67,26 +67,41 @@ template <typename T> class Buffer {
     int64_t count_ = 0;
 };
 
-// Rows of x as integers: x[r][c] = scales[r][c / 32] * codes[r][c] within half a scale.
+// Rows of x as integers: x[r][c] = scales[r][c / 32] * codes[r][c] within half a scale. sums: of the
+// codes of a block.
 struct Rows {
-    Buffer<int16_t> code_memory;
-    Buffer<float> scale_memory;
-    Buffer<float> sum_memory;
-    int64_t blocks = 0;
+    int16_t *all_codes;
+    float *all_scales;
+    float *all_sums;
+    int64_t blocks;
 
+    int16_t *codes(int64_t row) const { return all_codes + row * blocks * BLOCK; }
+    float *scales(int64_t row) const { return all_scales + row * blocks; }
+    float *sums(int64_t row) const { return all_sums + row * blocks; }
+};
+
+// Where they lie, for rows of any width up to the one reserved.
+class RowMemory {
+  public:
     void reserve(int64_t rows, int64_t most_blocks) {
-        code_memory.reserve(rows * most_blocks * BLOCK);
-        scale_memory.reserve(rows * most_blocks);
-        sum_memory.reserve(rows * most_blocks);
+        codes_.reserve(rows * most_blocks * BLOCK);
+        scales_.reserve(rows * most_blocks);
+        sums_.reserve(rows * most_blocks);
     }
-    int16_t *codes(int64_t row) const { return code_memory.data() + row * blocks * BLOCK; }
-    float *scales(int64_t row) const { return scale_memory.data() + row * blocks; }
-    float *sums(int64_t row) const { return sum_memory.data() + row * blocks; }
+    Rows rows(int64_t blocks) const {
+        return {codes_.data(), scales_.data(), sums_.data(), blocks};
+    }
+
+  private:
+    Buffer<int16_t> codes_;
+    Buffer<float> scales_;
+    Buffer<float> sums_;
 };
 
 // One row x[0..k-1] to integers. A block with a NaN or infinity gets the scale NaN, so that no
 // broken number is hidden. columns as in Linear.
-void quantise_row(const float *x, int64_t k, const int32_t *columns, Rows &rows, int64_t row);
+void quantise_row(const float *x, int64_t k, const int32_t *columns, const Rows &rows,
+                  int64_t row);
 
 // Where a linear's result goes: y[row * stride + feature]; added to what is there if `add`.
 struct Target {

@@ -117,7 +117,7 @@ def test_plain_loops_equal_the_vector_code(tmp_path: Path, monkeypatch: pytest.M
     library = ctypes.CDLL(str(build_library(tmp_path, find_compiler(), "plain")))
     address, count = ctypes.c_void_p, ctypes.c_int64
     library.native_linear.argtypes = [address, address, address, count, ctypes.c_int]
-    plain = NativeLibrary(tmp_path, False, library.native_linear)
+    plain = NativeLibrary(tmp_path, False, library.native_linear, library.native_layers)
     for bits in (3, 4, 8):
         for kind in ("symmetric", "offsets", "zeros"):
             layer = random_layer(21, 100, bits, -1 if bits == 8 else 32, kind, bias=True)

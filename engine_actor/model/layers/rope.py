@@ -34,6 +34,11 @@ class Rotary:
         self._cos = torch.cat((cos, cos), dim=-1)
         self._sin = torch.cat((-sin, sin), dim=-1)
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) of all positions that reach() has covered."""
+        return self._cos, self._sin
+
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) [T, 1, head_dim] of positions i64[T], which reach() has covered."""
         cos = self._cos.index_select(0, positions).unsqueeze(1)
