@@ -49,6 +49,9 @@ EVERYWHERE void eight_codes(const unsigned char* row, int k, int bytes, int* cod
                 if (at + i < bytes) word |= static_cast<unsigned>(row[at + i]) << 8 * i;
         }
         for (int i = 0; i < 4; ++i) unpack_w4(word >> 8 * i & 255u, code + 2 * i);
+    } else if constexpr (bits == 8) {
+        for (int i = 0; i < 8; ++i)
+            code[i] = whole || at + i < bytes ? static_cast<signed char>(row[at + i]) : 0;
     } else {
         unsigned b[3];
         for (int i = 0; i < 3; ++i) b[i] = whole || at + i < bytes ? row[at + i] : 0u;

@@ -1,8 +1,8 @@
 // Rows first .. first + count - 1 of a packed layer as a dense matrix [count, K], from the bytes on
-// disk: what cuBLAS multiplies where the rows of x are many. Reads each code once, writes 4 times
-// as many bytes (16 / BITS); bound by DRAM. A warp owns a row, a lane eight columns at a time.
+// disk: what cuBLAS multiplies where the rows of x are many. Reads each code once, writes 16 / BITS
+// times as many bytes; bound by DRAM. A warp owns a row, a lane eight columns at a time.
 //
-// BITS 4 or 3; AFFINE see packed_group; BF16 the type written; WHOLE 1 where K is a multiple of 8.
+// BITS 3, 4 or 8; AFFINE see packed_group; BF16 the type written; WHOLE 1 where K is a multiple of 8.
 #include "element.cuh"
 #include "packed_codes.cuh"
 #include "packed_group.cuh"

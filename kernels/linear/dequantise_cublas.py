@@ -24,6 +24,7 @@ ROWS_OF_BLOCK = 8
 COLUMNS_OF_BLOCK = 256
 MOST_COLUMN_BLOCKS = 4
 DTYPES = ("float16", "bfloat16")
+WIDTHS = (3, 4, 8)
 
 
 class DequantiseCublas:
@@ -32,7 +33,7 @@ class DequantiseCublas:
     name = "cuda.dequantise_cublas"
 
     def refuse(self, key: OpKey) -> str | None:
-        return refuse_bytes(key, DTYPES)
+        return refuse_bytes(key, DTYPES, WIDTHS)
 
     def prepare(self, weights: Weights, dtype: torch.dtype) -> LinearFn:
         assert not isinstance(weights, DenseLinear)
@@ -95,7 +96,7 @@ def _variant(bits: int, whole: bool, affine: int, bf16: bool) -> Variant:
 
 SHIPPED = tuple(
     _variant(bits, whole, affine, bf16)
-    for bits in (4, 3)
+    for bits in WIDTHS
     for whole in (True, False)
     for affine in (0, 1, 2)
     for bf16 in (False, True)

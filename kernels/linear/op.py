@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.linear.cost import linear_bytes, linear_flops
 from kernels.linear.cpu_int4 import CpuInt4
 from kernels.linear.cpu_native import CpuNative
 from kernels.linear.cuda import Cuda
@@ -38,6 +39,8 @@ LINEAR = OpSpec(
     axes=(("m", "rows of x"), ("n", "out-features"), ("k", "in-features")),
     reference=linear_reference,
     tolerance=(("float32", 2e-5), ("bfloat16", 2e-2), ("float16", 3e-3)),
+    bytes_of=linear_bytes,
+    flops_of=linear_flops,
 )
 EXACT = ExactTiles()
 DENSE = Dense()

@@ -63,7 +63,9 @@ def packed_bytes(layer: PackedLinear) -> PackedBytes:
     )
 
 
-def refuse_bytes(key: OpKey, dtypes: tuple[str, ...] = ("float16",)) -> str | None:
+def refuse_bytes(
+    key: OpKey, dtypes: tuple[str, ...] = ("float16",), widths: tuple[int, ...] = (3, 4)
+) -> str | None:
     """What keeps any kernel on the bytes on disk from doing `key`."""
     if key.exact:
         return "fp16 activations, batch-dependent sums"
@@ -71,8 +73,9 @@ def refuse_bytes(key: OpKey, dtypes: tuple[str, ...] = ("float16",)) -> str | No
         return "runs on a GPU only"
     if key.dtype not in dtypes:
         return f"multiplies {' or '.join(dtypes)} activations, not {key.dtype}"
-    if key.bits not in (3, 4):
-        return f"holds 3 or 4 bits, not {key.bits or 'dense weights'}"
+    if key.bits not in widths:
+        held = " or ".join(map(str, widths))
+        return f"holds {held} bits, not {key.bits or 'dense weights'}"
     if key.group % EIGHT and key.group < key.k:
         return f"group {key.group} is no multiple of {EIGHT}"
     return None

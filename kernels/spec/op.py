@@ -44,13 +44,16 @@ class OpSpec:
 
     axes: one line per axis letter. reference: the torch twin, any device, obvious rather than fast.
     tolerance: per activation dtype, the largest difference from the reference relative to the
-    largest reference value.
+    largest reference value. bytes_of, flops_of: what a call must move and compute at the least, by
+    its key; None where nobody has asked yet.
     """
 
     name: str
     axes: tuple[tuple[str, str], ...]
     reference: Callable[..., Any]
     tolerance: tuple[tuple[str, float], ...]
+    bytes_of: Callable[[OpKey], int] | None = None
+    flops_of: Callable[[OpKey], int] | None = None
 
     def allowed(self, dtype: str) -> float:
         """The tolerance for activations of `dtype`. Raises KeyError where none was agreed."""

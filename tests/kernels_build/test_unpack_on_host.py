@@ -28,13 +28,18 @@ void print_row(const std::vector<unsigned char>& row, int columns) {
     }
     std::puts("");
 }
+template <int bits>
+void print_any(bool whole, const std::vector<unsigned char>& row, int columns) {
+    whole ? print_row<bits, true>(row, columns) : print_row<bits, false>(row, columns);
+}
 int main() {
     int bits, whole, columns, byte, bytes;
     while (std::scanf("%d %d %d %d", &bits, &whole, &columns, &bytes) == 4) {
         std::vector<unsigned char> row(bytes);
         for (auto& b : row) { if (std::scanf("%d", &byte) != 1) return 1; b = byte; }
-        if (bits == 4) whole ? print_row<4, true>(row, columns) : print_row<4, false>(row, columns);
-        else whole ? print_row<3, true>(row, columns) : print_row<3, false>(row, columns);
+        if (bits == 8) print_any<8>(whole, row, columns);
+        else if (bits == 4) print_any<4>(whole, row, columns);
+        else print_any<3>(whole, row, columns);
     }
 }
 """
@@ -75,6 +80,7 @@ def unpacked(program: Path, rows: list[tuple[int, bool, int, list[int]]]) -> lis
         (3, [0x88, 0xC6, 0xFA], [0, 1, 2, 3, -4, -3, -2, -1]),
         (3, [0xFF, 0xFF, 0xFF], [-1] * 8),
         (3, [0x04], [-4, 0]),
+        (8, [0x00, 0x7F, 0x80, 0xFF], [0, 127, -128, -1]),
     ],
 )
 def test_golden_bytes(program: Path, bits: int, row: list[int], codes: list[int]) -> None:
@@ -82,7 +88,7 @@ def test_golden_bytes(program: Path, bits: int, row: list[int], codes: list[int]
     assert unpacked(program, [(bits, False, len(codes), row)]) == [codes]
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_every_group_of_bytes(program: Path, bits: int) -> None:
     """All codes in all places: random rows of every length up to 40, as our packer writes them."""
     draw = torch.Generator().manual_seed(bits)

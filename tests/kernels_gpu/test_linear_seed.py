@@ -67,7 +67,7 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.float() - wanted).abs().max() / wanted.abs().max())
 
 
-@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize("bits", [4, 3, 8])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 def test_equals_the_reference(way: CudaBackend, shape: str, bits: int) -> None:
@@ -85,7 +85,7 @@ def test_equals_the_reference(way: CudaBackend, shape: str, bits: int) -> None:
         assert relative_error(y, linear_reference(x, layer)) < LINEAR.allowed("float16"), f"M = {m}"
 
 
-@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize("bits", [4, 3, 8])
 def test_dequantised_rows_are_the_reference(bits: int) -> None:
     """Bit for bit what fp32 rounds to, in both half types, from any row on."""
     layer = on_gpu(bits=bits, n=70, k=264, group=64, kind="zeros")
