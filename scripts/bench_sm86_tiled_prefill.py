@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from gpu_timing import copies_for, graph_times
+from kernels.jit.timing import copies_for, graph_times
 from kernels.linear.cost import linear_bytes, linear_flops
 from kernels.linear.cuda import Cuda
 from kernels.linear.dequantise_cublas import DequantiseCublas

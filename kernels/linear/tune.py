@@ -1,0 +1,124 @@
+"""Measuring every CUDA backend on this card, and turning the times into rows of a tuned table.
+
+The deciding part is pure and tested without a GPU; `Timer` is what measures. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from kernels.jit.timing import copies_for, graph_times
+from kernels.linear.cost import weight_bytes
+from kernels.linear.cuda import BACKENDS, CudaBackend
+from kernels.linear.row_policy import MOST_ROWS
+from kernels.pack.packed_linear import PackedLinear
+from kernels.spec.device import compute_capability
+from kernels.spec.op import OpKey
+from kernels.spec.tuned import TunedRow
+
+TUNED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 511, 1023, 2047)
+"""Numbers of rows that are measured; each speaks for all down to the one before it."""
+WORTH_IT = 0.97
+"""A backend takes over from the one for fewer rows only where it needs at most this of its time:
+a table that changes its mind at every step would be noise.
+"""
+ITERATIONS, WARMUP = 7, 2
+MOST_COPIES = 8
+Timer = Callable[[CudaBackend, OpKey], float]
+"""Milliseconds of one call for a key with its rows."""
+Progress = Callable[[str, int, int], None]
+"""(what, done, total)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One kind of layer to tune."""
+
+    n: int
+    k: int
+    bits: int
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.n}x{self.k} W{self.bits}"
+
+
+def tune(
+    shapes: Sequence[Shape],
+    timer: Timer,
+    progress: Progress,
+    backends: Sequence[CudaBackend] = BACKENDS,
+    sm: int = 0,
+) -> list[TunedRow]:
+    """Rows for all shapes; a shape that no backend takes makes none."""
+    found: list[TunedRow] = []
+    total, done = len(shapes) * len(TUNED_ROWS), 0
+    for shape in shapes:
+        times: dict[int, dict[str, float]] = {}
+        for rows in TUNED_ROWS:
+            key = OpKey(
+                "linear", "cuda", "float16", rows, shape.n, shape.k, shape.bits, shape.group, sm=sm
+            )
+            takers = [backend for backend in backends if backend.refuse(key) is None]
+            times[rows] = {backend.name: timer(backend, key) for backend in takers}
+            done += 1
+            progress(f"{shape}, {rows} rows", done, total)
+        found += table_rows(shape, times)
+    return found
+
+
+def table_rows(shape: Shape, times: Mapping[int, Mapping[str, float]]) -> Iterator[TunedRow]:
+    """times: rows -> backend -> ms. Neighbours with the same winner become one row."""
+    spans: list[tuple[int, int, str, list[str]]] = []
+    first, winner = 1, ""
+    for rows, found in times.items():
+        if not found:
+            continue
+        best = min(found, key=lambda name: found[name])
+        if winner not in found or found[best] <= WORTH_IT * found[winner]:
+            winner = best
+        note = f"{found[winner] * 1e3:.1f} us at {rows}"
+        if spans and spans[-1][2] == winner:
+            begun, _, _, notes = spans[-1]
+            spans[-1] = begun, rows, winner, [*notes, note]
+        else:
+            spans.append((first, rows, winner, [note]))
+        first = rows + 1
+    for index, (begun, last, name, notes) in enumerate(spans):
+        is_last = index == len(spans) - 1
+        yield TunedRow(
+            "linear",
+            name,
+            "tuned here: " + ", ".join(notes),
+            (shape.bits,),
+            (begun, MOST_ROWS - 1 if is_last else last),
+            (shape.n, shape.n),
+            (shape.k, shape.k),
+        )
+
+
+def time_backend(backend: CudaBackend, key: OpKey) -> float:
+    """The Timer of the current CUDA device: graphs over rotated copies of random weights."""
+    copies = min(MOST_COPIES, copies_for(weight_bytes(replace(key, m=0))))
+    functions = [backend.prepare(_random_layer(key, seed), torch.float16) for seed in range(copies)]
+    x = torch.randn(key.m, key.k, device="cuda", dtype=torch.float16)
+    calls = [lambda run=run: run(x) for run in functions]  # type: ignore[misc]
+    return median(graph_times(calls, ITERATIONS, WARMUP))
+
+
+def this_card() -> int:
+    """Its compute capability, 86 for 8.6; 0 without a CUDA device."""
+    return compute_capability(torch.device("cuda"))
+
+
+def _random_layer(key: OpKey, seed: int) -> PackedLinear:
+    draw = torch.Generator(device="cuda").manual_seed(seed)
+    size = (key.n, -(-key.k * key.bits // 8))
+    codes = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda", generator=draw)
+    groups = -(-key.k // key.group)
+    scales = torch.rand((key.n, groups), device="cuda", generator=draw) * 0.02 + 0.005
+    return PackedLinear(key.bits, key.group, key.k, codes, scales.half())
