@@ -1,0 +1,104 @@
+"""How a product of many rows is cut into units of work, and how much of the card it may take.
+
+Pure arithmetic over tile sizes: no kernel, no tensor, no device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+LEAST_STEPS = 4
+"""A unit with fewer steps than this would only fill and drain its pipeline."""
+SCATTER = 3.0
+"""Writing the partial sums of all units of a wave, over reading those of one tile and split."""
+
+AnyTile = TypeVar("AnyTile")
+
+
+@dataclass(frozen=True, slots=True)
+class TileCost:
+    """What a tile takes. n, m: its size. blocks: how many share a multiprocessor. step: time of 64
+    columns, with all of them busy; fixed: of filling the pipeline and storing; gather: of reading
+    the partial sums of one split. All in the same unit, whichever.
+    """
+
+    n: int
+    m: int
+    blocks: int
+    step: float = 1.0
+    fixed: float = 6.0
+    gather: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[AnyTile]):
+    """units: how many the persistent blocks share. partials: fp32 values of scratch if split."""
+
+    tile: AnyTile
+    splits: int
+    units: int
+    partials: int
+
+
+def plan_units(
+    tiles: Mapping[AnyTile, TileCost],
+    m: int,
+    n: int,
+    *,
+    steps: int,
+    chunk_steps: Mapping[AnyTile, int],
+    multiprocessors: int,
+    most_tiles_split: int,
+    splits: int | None = None,
+) -> Plan[AnyTile]:
+    """The cheapest tile and number of splits of K for m rows and n out-features.
+
+    steps: of 64 columns. chunk_steps: those of a tile that cannot be cut apart. splits: forced.
+    The whole card is assumed free: a plan, and so a result, is the same whatever share a call gets.
+    Raises ValueError where nothing fits what is forced.
+    """
+    best: tuple[float, Plan[AnyTile]] | None = None
+    for tile, cost in tiles.items():
+        count = -(-m // cost.m) * -(-n // cost.n)
+        chunks = -(-steps // chunk_steps[tile])
+        for split in SPLITS if splits is None else (splits,):
+            share = -(-chunks // split)
+            is_short = share * chunk_steps[tile] < LEAST_STEPS
+            is_empty = (split - 1) * share >= chunks
+            if split > 1 and (is_short or is_empty or count > most_tiles_split):
+                continue
+            waves = -(-count * split // (multiprocessors * cost.blocks))
+            time = waves * (share * chunk_steps[tile] * cost.step + cost.fixed)
+            if split > 1:
+                time += cost.gather * (SCATTER * waves + split)
+            if best is None or time < best[0]:
+                best = time, Plan(tile, split, count * split, count * split * cost.n * cost.m)
+    if best is None:
+        raise ValueError(f"{splits} splits do not fit {steps} steps of K and {m} x {n} sums")
+    return best[1]
+
+
+_limit: int | None = None
+
+
+@contextlib.contextmanager
+def limit_multiprocessors(count: int | None) -> Iterator[None]:
+    """Inside, products of many rows leave all but `count` multiprocessors to other streams.
+
+    None: no limit. It is read when a kernel is launched or captured. Not for several threads.
+    """
+    global _limit
+    before, _limit = _limit, count
+    try:
+        yield
+    finally:
+        _limit = before
+
+
+def share_of_card(multiprocessors: int) -> int:
+    """How many of a card's multiprocessors a product may take now."""
+    return multiprocessors if _limit is None else max(1, min(_limit, multiprocessors))

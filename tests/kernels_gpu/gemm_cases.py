@@ -1,0 +1,83 @@
+"""What both GEMM families must do, tile by tile: right sums for any shape, always the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from kernels.jit.kernel import Variant
+from kernels.linear.many_rows import ManyRows
+from kernels.linear.op import LINEAR
+from kernels.linear.reference import linear_reference
+from kernels.linear.strip import to_strips
+from kernels.linear.weights import moved
+from kernels.pack.packed_linear import PackedLinear
+from kernels.spec.device import compute_capability
+from tests.kernels_cpu.layers import random_layer
+
+CUDA = torch.device("cuda", 0)
+ROWS = (1, 7, 65, 128, 257, 512)
+SHARES = (1, 7)
+"""Numbers of multiprocessors that may run, besides all."""
+LAYERS: dict[str, dict[str, Any]] = {
+    "w4 g128": {"n": 384, "k": 1024, "group": 128, "kind": "symmetric"},
+    "w4 g64 offsets, ragged N": {"n": 1000, "k": 832, "group": 64, "bias": True},
+    "w4 g32 zeros, odd N and K": {"n": 77, "k": 333, "kind": "zeros", "bias": True},
+    "w4 whole row, act-order": {"n": 256, "k": 320, "group": -1, "perm": True},
+    "w3 g128": {"n": 384, "k": 1024, "bits": 3, "group": 128, "kind": "symmetric"},
+    "w3 g64 zeros, ragged K": {"n": 208, "k": 832, "bits": 3, "group": 64, "kind": "zeros"},
+    "w3 g32 offsets, odd N": {"n": 1001, "k": 520, "bits": 3, "bias": True},
+    "w3 whole row, odd K": {"n": 256, "k": 333, "bits": 3, "group": -1, "perm": True},
+}
+
+
+def layer_of(name: str, seed: int) -> PackedLinear:
+    """On the GPU, with numbers of its own."""
+    return moved(random_layer(**LAYERS[name], seed=seed), CUDA)
+
+
+def compile_together(tiles: Mapping[Any, Any]) -> None:
+    """All variants that the layers need, side by side: one by one they would take minutes."""
+    sm = compute_capability(CUDA)
+    needed: dict[str, Variant] = {}
+    for shape in LAYERS.values():
+        group = shape.get("group", 32)
+        affine = shape.get("kind", "offsets") != "symmetric"
+        for tile in tiles:
+            variant = tile.variant(shape.get("bits", 4), max(group, 0), affine)
+            needed[str(variant.kernel())] = variant
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda variant: variant.kernel().resources(sm), needed.values()))
+
+
+def poison(like: torch.Tensor) -> None:
+    """Leave NaN where torch's allocator will put the next tensor of this size."""
+    torch.full_like(like, float("nan"))
+
+
+def check_layer(name: str, tiles: Mapping[Any, Any], rows: int) -> None:
+    """Against fp32 for every tile and for one, two and three splits of K; the share of the card
+    that runs changes no bit.
+    """
+    layer = layer_of(name, seed=rows)
+    run = ManyRows(to_strips(layer), tiles)
+    x = torch.randn(rows, layer.in_features, device=CUDA).half()
+    want = linear_reference(x, layer)
+    for tile in tiles:
+        for splits in (1, 2, 3):
+            try:
+                plan = run.plan_for(rows, tile, splits)
+            except ValueError:
+                continue  # K is too short for so many
+            poison(want.half())
+            y = run(x, plan=plan)
+            error = float((y.float() - want).abs().max() / want.abs().max())
+            # NaN is smaller than nothing: a value that nobody wrote does not pass.
+            assert error < LINEAR.allowed("float16"), f"{tile}, {splits} splits: {error:.1e}"
+            for share in SHARES:
+                poison(y)
+                again = run(x, plan=plan, max_ctas=share)
+                assert torch.equal(again, y), f"{tile}, {splits} splits, {share} multiprocessors"

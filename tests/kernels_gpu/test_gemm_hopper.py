@@ -1,0 +1,45 @@
+"""The wgmma GEMM on strips against the fp32 reference; everywhere else it refuses (S-24)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.linear.many_rows import ManyRows
+from kernels.linear.reference import linear_reference
+from kernels.linear.strip import interleave_halves, to_strips
+from kernels.linear.strip_gemm_hopper import SM, TILES, GemmHopper
+from kernels.linear.weights import moved
+from kernels.spec.device import compute_capability
+from kernels.spec.op import OpKey
+from tests.kernels_cpu.layers import random_layer
+from tests.kernels_gpu.gemm_cases import CUDA, LAYERS, ROWS, check_layer, compile_together
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Every variant of the tests below, or nothing where the card is no Hopper."""
+    key = OpKey("linear", "cuda", "float16", 128, 64, 64, 4, 64, sm=compute_capability(CUDA))
+    if GemmHopper().refuse(key) is not None:
+        pytest.skip(f"not sm_{SM}")
+    compile_together(TILES)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_equals_reference(layer: str, rows: int) -> None:
+    """Every tile, every number of splits, every share of the card."""
+    check_layer(layer, TILES, rows)
+
+
+def test_gate_and_residual_in_the_epilogue() -> None:
+    """silu(gate) * up + residual."""
+    layer = moved(random_layer(512, 640, 4, 128, "symmetric", bias=True, seed=3), CUDA)
+    x = torch.randn(130, 640, device=CUDA).half()
+    gate, up = linear_reference(x, layer).chunk(2, dim=-1)
+    residual = torch.randn(130, 256, device=CUDA).half()
+    y = ManyRows(to_strips(interleave_halves(layer)), TILES, silu=True)(x, residual=residual)
+    want = torch.nn.functional.silu(gate) * up + residual.float()
+    torch.testing.assert_close(y.float(), want, rtol=3e-3, atol=6e-2)
