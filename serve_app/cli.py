@@ -1,4 +1,4 @@
-"""deepinfer-sm86 serve | generate | doctor. Parses, hands over, turns errors into one line.
+"""deepinfer-sm86 serve, generate, quantize, eval, tune, doctor: parses, hands over, short errors.
 
 Knows what the commands are called; what they do is imported only when one is run.
 """
@@ -14,6 +14,8 @@ from typing import Any
 
 from serve_app import __version__
 from serve_app.cli_options import add_model_options, args_of
+from serve_app.cli_quantize import add_eval, add_quantize, evaluate, quantize
+from serve_app.cli_tune import add_tune, tune
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,6 +41,10 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int)
     generate.add_argument("--stop", action="append", help="end before this text; up to four")
 
+    add_quantize(commands)
+    add_eval(commands)
+    add_tune(commands)
+
     doctor = commands.add_parser("doctor", help="what this machine can do and what would be chosen")
     add_model_options(doctor)
     doctor.add_argument("--json", action="store_true", help="for machines")
@@ -50,7 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from configs.load import ConfigError
 
     options = build_parser().parse_args(argv)
-    run = {"serve": _serve, "generate": _generate, "doctor": _doctor}[options.command]
+    commands = {
+        "serve": _serve,
+        "generate": _generate,
+        "quantize": quantize,
+        "eval": evaluate,
+        "tune": tune,
+        "doctor": _doctor,
+    }
+    run = commands[options.command]
     try:
         return run(options)
     except ConfigError as error:

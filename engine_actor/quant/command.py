@@ -1,0 +1,180 @@
+"""What `deepinfer-sm86 quantize` and `eval` do, with plain values in and lines of text out.
+
+Raises CheckpointError, one line, for everything a user can get wrong. Knows no argument parser.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_actor import ops
+from engine_actor.load.checkpoint import Checkpoint, open_checkpoint
+from engine_actor.load.refusal import refusal
+from engine_actor.load.source import resolve
+from engine_actor.quant.auto import auto_recipe, layer_budget, sensitivities
+from engine_actor.quant.convert import Job, convert
+from engine_actor.quant.evaluate import run_checkpoint, score
+from engine_actor.quant.grid import Grid
+from engine_actor.quant.plan import make_plan, read_size, require_fit
+from engine_actor.quant.progress import TimedProgress
+from engine_actor.quant.recipe import GROUP, Recipe, fixed_recipe
+from engine_actor.quant.report import score_lines
+from engine_actor.quant.texts import (
+    CALIBRATION,
+    CALIBRATION_ROWS,
+    EVALUATION,
+    EVALUATION_ROWS,
+    LENGTH,
+    TokenRows,
+    token_rows,
+)
+
+Say = Callable[[str], None]
+EMBEDDINGS = {8: Grid(8, -1), 4: Grid(4, 64)}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeOptions:
+    """The flags of `quantize` as they came. group None: the recipe's own."""
+
+    source: str
+    target: Path
+    recipe: str
+    group: int | None = None
+    offsets: bool = False
+    embedding_bits: int = 8
+    fit: str | None = None
+    calibration: Path | None = None
+    text: Path | None = None
+    resume: bool = False
+    device: str = "auto"
+    threads: int | None = None
+
+
+def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
+    """Plan, convert, report. Prints the plan before the first layer."""
+    budget = None if options.fit is None else read_size(options.fit)
+    device = prepare(options.device, options.threads)
+    _require_free(options.target)
+    checkpoint = open_checkpoint(resolve(options.source, cache_dir))
+    calibration = _rows(checkpoint, options.calibration, CALIBRATION, CALIBRATION_ROWS)
+    evaluation = _rows(checkpoint, options.text, EVALUATION, EVALUATION_ROWS)
+    progress = TimedProgress("quantize")
+    recipe = _recipe(options, checkpoint, calibration, budget, device, progress)
+    plan = make_plan(checkpoint.config, recipe)
+    say(f"{options.source} -> {options.target}")
+    for line in plan.lines(budget):
+        say(line)
+    require_fit(checkpoint.config, plan, budget)
+    _require_room(options.target, plan.weights)
+    job = Job(checkpoint, options.source, recipe, calibration, evaluation, device)
+    report = convert(job, options.target, progress, options.resume)
+    say(f"{options.target} is ready:")
+    for line in report.lines():
+        say(line)
+
+
+def _recipe(
+    options: QuantizeOptions,
+    checkpoint: Checkpoint,
+    calibration: TokenRows,
+    budget: int | None,
+    device: torch.device,
+    progress: TimedProgress,
+) -> Recipe:
+    embedding = EMBEDDINGS[options.embedding_bits]
+    if options.recipe != "auto":
+        recipe = fixed_recipe(options.recipe, options.group or GROUP, options.offsets)
+        return replace(recipe, embedding=embedding)
+    if options.group is not None or options.offsets:
+        raise refusal("--recipe auto", "chooses groups itself: give neither --group nor --offsets")
+    bytes_left = layer_budget(checkpoint, embedding, budget)
+    if budget is not None:  # refuse what cannot fit before minutes of measuring
+        least = replace(fixed_recipe("w3", 128), embedding=embedding)
+        require_fit(checkpoint.config, make_plan(checkpoint.config, least), budget)
+    found = sensitivities(checkpoint, calibration, options.target, device, progress)
+    return auto_recipe(found, bytes_left, embedding)
+
+
+def evaluate(
+    model: str,
+    source: str | None,
+    text: Path | None,
+    device: str,
+    threads: int | None,
+    cache_dir: Path,
+) -> tuple[list[str], dict[str, Any]]:
+    """(lines for a reader, the same for a program) of `eval`."""
+    where = prepare(device, threads)
+    checkpoint = open_checkpoint(resolve(model, cache_dir))
+    tokens = _rows(checkpoint, text, EVALUATION, EVALUATION_ROWS)
+    used = checkpoint.usable_vocab_size()
+    progress = TimedProgress("eval")
+    reference = source_score = None
+    if source is not None:
+        other = open_checkpoint(resolve(source, cache_dir))
+        _require_alike(checkpoint, other, tokens, text)
+        reference = run_checkpoint(other, tokens.tokens, where, progress)
+        source_score = score(reference, None, tokens.tokens, used)
+    ours = score(
+        run_checkpoint(checkpoint, tokens.tokens, where, progress), reference, tokens.tokens, used
+    )
+    document = {
+        "model": model,
+        "source": source,
+        "text": tokens.described(),
+        "perplexity": ours.perplexity,
+        "source_perplexity": None if source_score is None else source_score.perplexity,
+        "kl": ours.kl,
+        "top1": ours.top1,
+        "positions": ours.positions,
+        "weights": str(checkpoint.quantisation),
+        "bytes": checkpoint.nbytes,
+    }
+    lines = [f"{model} ({checkpoint.quantisation}) on {tokens.name}:"]
+    return [*lines, *score_lines(ours, source_score)], document
+
+
+def _require_alike(
+    model: Checkpoint, source: Checkpoint, tokens: TokenRows, text: Path | None
+) -> None:
+    """KL needs the same tokens to mean the same in both."""
+    theirs = _rows(source, text, EVALUATION, EVALUATION_ROWS)
+    if source.config.vocab_size != model.config.vocab_size or theirs.digest != tokens.digest:
+        raise refusal("--source", "has another tokenizer or vocabulary; KL would mean nothing")
+
+
+def prepare(device: str, threads: int | None) -> torch.device:
+    """The device to work on; `auto` is CUDA where torch finds it. Raises CheckpointError."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    has_gpu = ops.cuda_devices() > 0
+    if device == "cuda" and not has_gpu:
+        raise refusal("--device cuda", "torch finds no CUDA device here")
+    return torch.device("cuda" if device != "cpu" and has_gpu else "cpu")
+
+
+def _rows(checkpoint: Checkpoint, path: Path | None, builtin: str, rows: int) -> TokenRows:
+    length = min(LENGTH, checkpoint.config.max_model_len)
+    return token_rows(path, builtin, checkpoint.folder, rows, length)
+
+
+def _require_free(target: Path) -> None:
+    if target.exists():
+        raise refusal(str(target), "is there already; nothing is overwritten")
+
+
+def _require_room(target: Path, nbytes: int) -> None:
+    """Layers are kept beside the target until it is whole, so twice the weights must have room."""
+    parent = next(folder for folder in target.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if free < 2 * nbytes:
+        need = math.ceil(2 * nbytes / 2**20)
+        raise refusal(str(parent), f"{need} MiB of disk are needed, {free >> 20} MiB are free")

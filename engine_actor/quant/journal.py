@@ -1,0 +1,102 @@
+"""The work folder of an unfinished conversion: which layers are done, and where the text stands.
+
+A file appears under its name only when it is whole, and a layer counts only once the journal names
+it: a process may be killed at any point. Knows no method.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_actor.load.refusal import read_json_object, refusal
+
+SUFFIX = ".unfinished"
+JOURNAL = "journal.json"
+
+
+class Journal:
+    """Layers finished so far, with what each was measured to be. Opens or starts a work folder."""
+
+    def __init__(self, target: Path, settings: Mapping[str, Any], resume: bool) -> None:
+        """Raises CheckpointError where a work folder is there and resume was not asked for, or
+        where it belongs to a run with other settings.
+        """
+        self.folder = target.with_name(target.name + SUFFIX)
+        self._settings = json.loads(json.dumps(settings))
+        self._layers: list[dict[str, Any]] = []
+        if not (self.folder / JOURNAL).is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for litter in self.folder.glob("*.safetensors*"):
+                litter.unlink()  # of a run that died before its first line
+            self._write()
+            return
+        if not resume:
+            raise refusal(
+                self.folder, "an unfinished run is here: go on with --resume, or delete the folder"
+            )
+        found = read_json_object(self.folder / JOURNAL)
+        if found.get("settings") != self._settings:
+            changed = _first_difference(found.get("settings"), self._settings)
+            raise refusal(self.folder, f"the unfinished run had another {changed}")
+        self._layers = list(found["layers"])
+
+    @property
+    def finished(self) -> list[dict[str, Any]]:
+        """One entry per finished layer, in order."""
+        return self._layers
+
+    def finish(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        tracks: Mapping[str, torch.Tensor],
+        entry: Mapping[str, Any],
+    ) -> None:
+        """Keep one more layer: packed tensors, the hidden states behind it, what was measured."""
+        number = len(self._layers)
+        self._save(f"layer-{number:05d}.safetensors", tensors)
+        self._save(f"tracks-{number:05d}.safetensors", tracks)
+        self._layers.append(json.loads(json.dumps(entry)))
+        self._write()
+        (self.folder / f"tracks-{number - 1:05d}.safetensors").unlink(missing_ok=True)
+
+    def layer(self, number: int) -> dict[str, torch.Tensor]:
+        """The tensors of a finished layer."""
+        return load_file(self.folder / f"layer-{number:05d}.safetensors")
+
+    def tracks(self) -> dict[str, torch.Tensor]:
+        """The hidden states behind the last finished layer."""
+        return load_file(self.folder / f"tracks-{len(self._layers) - 1:05d}.safetensors")
+
+    def remove(self) -> None:
+        """The conversion is whole: nothing of the work is needed any more."""
+        shutil.rmtree(self.folder)
+
+    def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        partial = self.folder / f"{name}.partial"
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial)
+        partial.replace(self.folder / name)
+
+    def _write(self) -> None:
+        partial = self.folder / f"{JOURNAL}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump({"settings": self._settings, "layers": self._layers}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.folder / JOURNAL)
+
+
+def _first_difference(old: Any, new: Mapping[str, Any]) -> str:
+    if not isinstance(old, dict):
+        return "version"
+    for key, value in new.items():
+        if old.get(key) != value:
+            return key
+    return "set of options"

@@ -1,0 +1,92 @@
+"""The flags of `quantize` and `eval`, and the way from them to the converter. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+RECIPES = ("w4", "w3", "mixed", "auto")
+
+
+def add_quantize(commands: Any) -> None:
+    """deepinfer-sm86 quantize SRC DST."""
+    parser = commands.add_parser(
+        "quantize",
+        help="convert a checkpoint to 3 or 4 bits; resumable, whole or not at all",
+        description="Convert a checkpoint to a packed folder, one layer in memory at a time.",
+    )
+    parser.add_argument("source", metavar="SRC", help="demo, a checkpoint folder, or a Hub id")
+    parser.add_argument("target", metavar="DST", type=Path, help="the folder to make")
+    parser.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        default="w4",
+        help="w4, w3: all layers; mixed: attention 4, MLP 3 bits; auto: measured, under --fit",
+    )
+    parser.add_argument("--group", type=int, help="weights that share a scale (default 64)")
+    parser.add_argument("--offsets", action="store_true", help="an fp16 offset for each group too")
+    parser.add_argument(
+        "--embedding-bits", type=int, choices=(8, 4), default=8, help="embedding and head"
+    )
+    parser.add_argument("--fit", metavar="SIZE", help="memory it must fit with its cache: 4GiB")
+    parser.add_argument("--calibration", metavar="FILE", type=Path, help="UTF-8 text to adapt to")
+    parser.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text to measure on")
+    parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
+    _add_machine(parser)
+
+
+def add_eval(commands: Any) -> None:
+    """deepinfer-sm86 eval MODEL."""
+    parser = commands.add_parser("eval", help="perplexity of a model, and its KL to a source")
+    parser.add_argument("model", metavar="MODEL", help="demo, a checkpoint folder, or a Hub id")
+    parser.add_argument("--source", metavar="SRC", help="the model it was made from")
+    parser.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text to measure on")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    _add_machine(parser)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
+
+
+def quantize(options: argparse.Namespace) -> int:
+    """Run the conversion; lines on stdout, the bar on stderr."""
+    from configs.load import ConfigError, cache_dir
+    from engine_actor.quant import command
+
+    for flag, value in (("--group", options.group), ("--threads", options.threads)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} {value}: must be at least 1")
+    chosen = command.QuantizeOptions(
+        source=options.source,
+        target=options.target,
+        recipe=options.recipe,
+        group=options.group,
+        offsets=options.offsets,
+        embedding_bits=options.embedding_bits,
+        fit=options.fit,
+        calibration=options.calibration,
+        text=options.text,
+        resume=options.resume,
+        device=options.device,
+        threads=options.threads,
+    )
+    command.quantize(chosen, cache_dir(), print)
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Measure a model; lines or JSON on stdout."""
+    from configs.load import ConfigError, cache_dir
+    from engine_actor.quant import command
+
+    if options.threads is not None and options.threads < 1:
+        raise ConfigError(f"--threads {options.threads}: must be at least 1")
+    lines, document = command.evaluate(
+        options.model, options.source, options.text, options.device, options.threads, cache_dir()
+    )
+    print(json.dumps(document, indent=1) if options.json else "\n".join(lines))
+    return 0

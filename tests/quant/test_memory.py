@@ -1,0 +1,56 @@
+"""A conversion holds one layer, however many there are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine_actor.load.tiny import write_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTHS = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "dtype": "bfloat16",
+}
+LAYER_BYTES = 4 * (512 * 768 + 512 * 512 + 3 * 512 * 2048)
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from engine_actor.load.checkpoint import open_checkpoint
+from engine_actor.load.progress import silent
+from engine_actor.quant.convert import Job, convert
+from engine_actor.quant.recipe import fixed_recipe
+from tests.quant.conftest import token_rows
+rows = token_rows(4, 64, 1), token_rows(2, 64, 2)
+source = open_checkpoint(Path(sys.argv[1]))
+job = Job(source, "x", fixed_recipe("w3", 64), *rows, torch.device("cpu"))
+convert(job, Path(sys.argv[2]), silent)
+status = Path("/proc/self/status").read_text()  # getrusage counts the parent before exec, too
+print(next(int(line.split()[1]) * 1024 for line in status.splitlines() if "VmHWM" in line))
+"""
+
+
+def _peak(folder: Path, layers: int) -> int:
+    write_tiny(folder / "source", num_hidden_layers=layers, **WIDTHS)
+    arguments = [sys.executable, "-c", SCRIPT, folder / "source", folder / "out"]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_peak_does_not_grow_with_depth(tmp_path):
+    """Eight layers more are 119 MB of fp32, or 60 as they are stored: neither may show. The packed
+    ones (13 MB) pass through memory once, as one shard.
+    """
+    few, many = _peak(tmp_path / "few", 2), _peak(tmp_path / "many", 10)
+    assert many - few < 2.5 * LAYER_BYTES
