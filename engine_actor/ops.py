@@ -31,6 +31,8 @@ from kernels.linear.op import (  # noqa: E402
     prepare_linear,
 )
 from kernels.linear.probe import crossover, fastest_dense  # noqa: E402
+from kernels.linear.tune import Shape as LinearShape  # noqa: E402
+from kernels.linear.tune import tune_this_card  # noqa: E402
 from kernels.linear.weights import moved  # noqa: E402
 from kernels.native.layers import MOST_ROWS as NATIVE_MOST_ROWS  # noqa: E402
 from kernels.native.layers import (  # noqa: E402
@@ -58,6 +60,7 @@ __all__ = [
     "Linear",
     "LinearBackend",
     "LinearPolicy",
+    "LinearShape",
     "NativeLayerWeights",
     "NativeLayers",
     "NativeShape",
@@ -83,6 +86,7 @@ __all__ = [
     "prepare_linear",
     "refuse_native_layers",
     "slice_rows",
+    "tune_this_card",
     "write_kv",
 ]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -16,9 +17,9 @@ from kernels.linear.cost import weight_bytes
 from kernels.linear.cuda import BACKENDS, CudaBackend
 from kernels.linear.row_policy import MOST_ROWS
 from kernels.pack.packed_linear import PackedLinear
-from kernels.spec.device import compute_capability
+from kernels.spec.device import card_name, compute_capability
 from kernels.spec.op import OpKey
-from kernels.spec.tuned import TunedRow
+from kernels.spec.tuned import TunedRow, user_table, write_table
 
 TUNED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 511, 1023, 2047)
 """Numbers of rows that are measured; each speaks for all down to the one before it."""
@@ -110,9 +111,16 @@ def time_backend(backend: CudaBackend, key: OpKey) -> float:
     return median(graph_times(calls, ITERATIONS, WARMUP))
 
 
-def this_card() -> int:
-    """Its compute capability, 86 for 8.6; 0 without a CUDA device."""
-    return compute_capability(torch.device("cuda"))
+def tune_this_card(shapes: Sequence[Shape], progress: Progress) -> tuple[Path, list[TunedRow]]:
+    """Measure, and write the user's own table for the current CUDA device, which processes started
+    later will ask first. Returns where it is, and its rows.
+    """
+    sm = compute_capability(torch.device("cuda"))
+    rows = tune(shapes, time_backend, progress, sm=sm)
+    path = user_table(sm, card_name())
+    head = f"Measured on this {card_name()} (sm_{sm}) by deepinfer-sm86 tune.\nDelete to forget."
+    write_table(path, rows, head)
+    return path, rows
 
 
 def _random_layer(key: OpKey, seed: int) -> PackedLinear:
