@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.native.arena import WEIGHTS
 from kernels.native.library import NativeLibrary
 from kernels.pack.dequantise import unpack_codes
 from kernels.pack.packed_linear import PackedLinear
@@ -56,7 +57,9 @@ def fits(k: int, group: int) -> bool:
 
 
 def lay_out(layer: PackedLinear) -> NativeWeights:
-    """Raises ValueError where an offset does not fit f16 once the codes are unsigned."""
+    """Raises ValueError where an offset does not fit f16 once the codes are unsigned, OSError where
+    memory is out.
+    """
     bits, middle = (8, 0) if layer.bits == 8 else (4, 1 << (layer.bits - 1))
     codes = unpack_codes(layer).to(torch.int16) + middle
     n, k = codes.shape
@@ -66,7 +69,8 @@ def lay_out(layer: PackedLinear) -> NativeWeights:
     kind, values = _heads(layer, middle)
     heads = torch.stack([_by_strip(v, n) for v in values], dim=2).flatten(2).view(torch.uint8)
     body = _blocks_of_4(codes) if bits == 4 else _blocks_of_8(codes)
-    return NativeWeights(_joined(heads, body, per_group), bits, kind, per_group, middle)
+    strips = WEIGHTS.place(_joined(heads, body, per_group))
+    return NativeWeights(strips, bits, kind, per_group, middle)
 
 
 def _heads(layer: PackedLinear, middle: int) -> tuple[int, list[torch.Tensor]]:
@@ -113,7 +117,7 @@ def _joined(heads: torch.Tensor, body: torch.Tensor, per_group: int) -> torch.Te
     parts = [torch.cat((heads[:, :whole], first), dim=2).flatten(1)]
     if whole < heads.shape[1]:
         parts += [heads[:, whole], body[:, whole * per_group :].flatten(1)]
-    return torch.cat(parts, dim=1).contiguous()
+    return torch.cat(parts, dim=1)
 
 
 class NativeLinear:

@@ -13,6 +13,10 @@ constexpr float CODE_MAX = 32767.0f;
 constexpr float SMALLEST = 1e-30f;  // below it a block counts as zero: its inverse would overflow
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
 
+// Bytes of weights that are on their way while others are multiplied. By measurement: at 1 KiB one
+// core read 5 GB/s, at 2 to 4 KiB 9.
+constexpr int FETCH_AHEAD = 3072;
+
 struct Part {
     const int16_t *codes;
     const float *scales;
@@ -96,8 +100,10 @@ void strip_product(const Linear &layer, const uint8_t *at, const Part *parts, fl
             for (int r = 0; r < R; ++r) x[r] = parts[r].codes + block * BLOCK;
             __m256i sums[R];
             block_products<BITS, R>(at, x, sums);
-            _mm_prefetch(reinterpret_cast<const char *>(at) + 1024, _MM_HINT_T0);
-            _mm_prefetch(reinterpret_cast<const char *>(at) + 1088, _MM_HINT_T0);
+            for (int line = 0; line < BYTES; line += 64) {
+                const uint8_t *later = at + FETCH_AHEAD + line;
+                _mm_prefetch(reinterpret_cast<const char *>(later), _MM_HINT_T0);
+            }
             for (int r = 0; r < R; ++r) {
                 const Floats dot = _mm256_cvtepi32_ps(sums[r]);
                 const Floats xs = _mm256_set1_ps(parts[r].scales[block]);
