@@ -14,13 +14,17 @@ from engine_actor._mount import mount
 
 mount()
 
+from kernels.attention.cuda import CudaAttention, plan_attention_cuda  # noqa: E402
 from kernels.attention.exact import attention_exact  # noqa: E402
 from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
+from kernels.elementwise.cuda import CudaRows  # noqa: E402
+from kernels.elementwise.embedding import gather_rows_cuda  # noqa: E402
 from kernels.elementwise.exact import ExactRows  # noqa: E402
 from kernels.elementwise.fast import FastRows  # noqa: E402
-from kernels.elementwise.op import HeadLayout, RowFn, RowOps  # noqa: E402
-from kernels.kv.op import WritePlan, plan_write, write_kv  # noqa: E402
+from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn, RowOps  # noqa: E402
+from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
+from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
     CPU_HALF,
     DENSE,
@@ -46,21 +50,25 @@ from kernels.pack.dense_linear import DenseLinear  # noqa: E402
 from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
 from kernels.pack.packed_linear import PackedLinear  # noqa: E402
 from kernels.spec.device import DeviceInfo, cuda_devices, device_info  # noqa: E402
-from kernels.spec.registry import Verdict  # noqa: E402
+from kernels.spec.op import OpKey  # noqa: E402
+from kernels.spec.registry import Verdict, explain  # noqa: E402
 
 __all__ = [
     "CPU_HALF",
     "DENSE",
     "NATIVE_MOST_ROWS",
+    "AddNormFn",
     "AttentionFn",
     "AttentionPlan",
     "DenseLinear",
     "HeadLayout",
+    "HeadNorms",
     "DeviceInfo",
     "Linear",
     "LinearBackend",
     "LinearPolicy",
     "LinearShape",
+    "LayerShape",
     "NativeLayerWeights",
     "NativeLayers",
     "NativeShape",
@@ -69,6 +77,7 @@ __all__ = [
     "PackedLinear",
     "RowFn",
     "RowOps",
+    "StoreFn",
     "Verdict",
     "WritePlan",
     "cuda_devices",
@@ -76,8 +85,10 @@ __all__ = [
     "dequantise",
     "fastest_dense",
     "device_info",
+    "explain_layer",
     "explain_linear",
     "gather_rows",
+    "gather_rows_cuda",
     "moved",
     "op_set",
     "pack_codes",
@@ -91,18 +102,73 @@ __all__ = [
 ]
 
 AttentionFn = Callable[[torch.Tensor, torch.Tensor, AttentionPlan], torch.Tensor]
+PlanFn = Callable[..., AttentionPlan]
+"""As plan_attention."""
+PrepareStoreFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadLayout], StoreFn]
+"""(cos, sin, slots, layout) of one forward -> what stores its heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What the choice of a model's ops depends on. dtype: of activations and KV cache alike, else
+    there is no kernel. bits: 8 for an INT8 cache, else 0.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    block_tokens: int
+    bits: int = 0
+
+    def key(self, op: str) -> OpKey:
+        """The question to a backend of `op`."""
+        name = str(self.dtype).removeprefix("torch.")
+        kind = self.device.type
+        return OpKey(op, kind, name, n=self.block_tokens, k=self.head_dim, bits=self.bits)
 
 
 @dataclass(frozen=True, slots=True)
 class OpSet:
-    """The ops of one numerics mode besides the linears."""
+    """The ops of one numerics mode besides the linears. prepare_store: rotation and KV write in one
+    kernel, None where they are two steps (rows.rotation, write_kv).
+    """
 
     rows: RowOps
     attention: AttentionFn
+    plan: PlanFn = plan_attention
+    prepare_store: PrepareStoreFn | None = None
 
 
-def op_set(exact: bool) -> OpSet:
-    """exact: batch-invariant fp32; else the fastest."""
+CUDA_ATTENTION = CudaAttention()
+CUDA_ROWS = CudaRows()
+CUDA_STORE = CudaStore()
+
+
+def op_set(exact: bool, shape: LayerShape | None = None) -> OpSet:
+    """exact: batch-invariant fp32; else the fastest for `shape`, or what runs anywhere without."""
     if exact:
         return OpSet(ExactRows(), attention_exact)
-    return OpSet(FastRows(), attention_sdpa)
+    anywhere = OpSet(FastRows(), attention_sdpa)
+    if shape is None or any(verdict.refusal for verdict in explain_layer(shape)):
+        return anywhere
+    return OpSet(CUDA_ROWS, CUDA_ATTENTION, plan_attention_cuda, _prepare_store)
+
+
+def explain_layer(shape: LayerShape) -> tuple[Verdict, ...]:
+    """Why a decoder layer's CUDA kernels may not be used, part by part."""
+    return tuple(
+        verdict
+        for op, backend in (
+            ("attention", CUDA_ATTENTION),
+            ("store", CUDA_STORE),
+            ("rows", CUDA_ROWS),
+        )
+        for verdict in explain((backend,), shape.key(op))
+    )
+
+
+def _prepare_store(
+    cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, layout: HeadLayout
+) -> StoreFn:
+    counts = HeadCounts(layout.queries, layout.kv, layout.query_scale)
+    return CUDA_STORE.prepare(cos, sin, slots, counts)

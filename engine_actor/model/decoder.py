@@ -21,17 +21,23 @@ class DecoderLayer:
     """One layer, ready to run."""
 
     attn_norm: ops.RowFn
+    add_attn_norm: ops.AddNormFn
     attention: Attention
-    mlp_norm: ops.RowFn
+    add_mlp_norm: ops.AddNormFn
     gate_up: Projection
     down: Projection
 
     silu_mul: ops.RowFn
 
-    def apply(self, x: torch.Tensor, kv: torch.Tensor, step: StepTensors) -> None:
-        """Add both halves to x [T, hidden] in place; kv is this layer's cache."""
-        x += self.attention(self.attn_norm(x), kv, step)
-        x += self.down(self.silu_mul(self.gate_up(self.mlp_norm(x))))
+    def apply(
+        self, x: torch.Tensor, delta: torch.Tensor | None, kv: torch.Tensor, step: StepTensors
+    ) -> torch.Tensor:
+        """Add `delta`, which the layer before left over, and this layer's attention to x
+        [T, hidden] in place; what its MLP adds is returned. kv is this layer's cache.
+        """
+        normed = self.attn_norm(x) if delta is None else self.add_attn_norm(x, delta)
+        normed = self.add_mlp_norm(x, self.attention(normed, kv, step))
+        return self.down(self.silu_mul(self.gate_up(normed)))
 
 
 class Decoder:
@@ -45,9 +51,11 @@ class Decoder:
         self, x: torch.Tensor, kv: list[torch.Tensor], step: StepTensors, first: int, last: int
     ) -> torch.Tensor:
         """Layers first..last-1 over x [T, hidden]. x itself is left as it is, for a retry."""
-        x = x.clone()
+        x, delta = x.clone(), None
         for layer, cache in zip(self.layers[first:last], kv[first:last], strict=True):
-            layer.apply(x, cache, step)
+            delta = layer.apply(x, delta, cache, step)
+        if delta is not None:
+            x += delta
         return x
 
 
@@ -69,6 +77,9 @@ def build_layer(
     def norm(name: str) -> ops.RowFn:
         return op_set.rows.norm(norms[name], config.rms_eps)
 
+    def add_norm(name: str) -> ops.AddNormFn:
+        return op_set.rows.add_norm(norms[name], config.rms_eps)
+
     attention = Attention(
         config,
         op_set.attention,
@@ -76,11 +87,13 @@ def build_layer(
         linears["o"],
         norm("q_norm") if config.qk_norm else None,
         norm("k_norm") if config.qk_norm else None,
+        ops.HeadNorms(norms["q_norm"], norms["k_norm"], config.rms_eps) if config.qk_norm else None,
     )
     return DecoderLayer(
         norm("attn_norm"),
+        add_norm("attn_norm"),
         attention,
-        norm("mlp_norm"),
+        add_norm("mlp_norm"),
         projection("gate_up", ("gate", "up")),
         linears["down"],
         op_set.rows.silu_mul,

@@ -31,7 +31,7 @@ class ModelRunner:
         embedding: Embedding,
         decoder: Decoder,
         head: ops.Linear,
-        rows: ops.RowOps,
+        op_set: ops.OpSet,
         kv: KVStore,
         device: torch.device,
         vocab_size: int,
@@ -45,7 +45,7 @@ class ModelRunner:
         self._embedding = embedding
         self._decoder = decoder
         self._head = head
-        self._rows = rows
+        self.op_set = op_set
         self._rotary = Rotary(config, device)
         self._layout = ops.HeadLayout(config.n_heads, config.n_kv_heads, config.head_dim**-0.5)
         self._native = native
@@ -96,7 +96,7 @@ class ModelRunner:
     def _make_plan(self, inputs: BatchInputs) -> StepTensors:
         self._rotary.reach(max(inputs.kv_lens))
         cos, sin = self._rotary.at(inputs.positions, torch.float32)
-        attend = ops.plan_attention(
+        attend = self.op_set.plan(
             inputs.q_lens,
             inputs.kv_lens,
             inputs.block_lists,
@@ -104,7 +104,10 @@ class ModelRunner:
             self.device,
             self.config.sliding_window,
         )
-        rotate = self._rows.rotation(cos, sin, self._layout)
+        if self.op_set.prepare_store is not None:
+            store = self.op_set.prepare_store(cos, sin, inputs.slots, self._layout)
+            return StepTensors(None, None, attend, store)
+        rotate = self.op_set.rows.rotation(cos, sin, self._layout)
         return StepTensors(rotate, ops.plan_write(inputs.slots, _host_slots(inputs)), attend)
 
 

@@ -123,7 +123,7 @@ def build_runner(
     parts = _Parts(config, precision, vocab_size)
     for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
         parts.take(name, weight)
-    op_set = ops.op_set(precision.linears.exact)
+    op_set = _op_set(config, precision, block_tokens)
     layers = parts.layers(op_set)
     if parts.norm is None or parts.embedding is None or parts.head is None:
         absent = [n for n in ("norm", "head") if getattr(parts, n) is None]
@@ -138,7 +138,7 @@ def build_runner(
         parts.embedding,
         decoder,
         parts.head,
-        op_set.rows,
+        op_set,
         kv,
         precision.device,
         vocab_size,
@@ -158,6 +158,14 @@ def _native_forward(parts: _Parts, block_tokens: int) -> NativeForward | None:
         LOGGER.info("layers run op by op: %s", found)
         return None
     return found
+
+
+def _op_set(config: ModelConfig, precision: Precision, block_tokens: int) -> ops.OpSet:
+    """A model whose cache is in another dtype than its activations takes the general ops."""
+    if precision.kv_dtype != precision.hidden_dtype:
+        return ops.op_set(precision.linears.exact)
+    shape = ops.LayerShape(precision.device, precision.hidden_dtype, config.head_dim, block_tokens)
+    return ops.op_set(precision.linears.exact, shape)
 
 
 PROBED_WEIGHTS = 256_000_000

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.pack.int8_kv import Int8KV
+from kernels.spec.op import OpSpec
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -152,8 +155,12 @@ def segment_kv(kv: torch.Tensor, segment: Segment) -> torch.Tensor:
     return gathered[segment.skip : segment.kv_len]
 
 
-def attention_reference(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+def attention_reference(
+    q: torch.Tensor, kv: torch.Tensor | Int8KV, plan: AttentionPlan
+) -> torch.Tensor:
     """fp32, row by row, head by head. q [T, heads, head_dim] -> [T, heads, head_dim]."""
+    if isinstance(kv, Int8KV):
+        kv = kv.values()
     heads, group = q.shape[1], q.shape[1] // kv.shape[3]
     out = torch.empty_like(q, dtype=torch.float32)
     for segment in plan.segments:
@@ -170,3 +177,12 @@ def attention_reference(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) 
                 scores = keys[seen, head // group] @ q[row, head].float()
                 out[row, head] = scores.softmax(0) @ values[seen, head // group]
     return out
+
+
+ATTENTION = OpSpec(
+    name="attention",
+    axes=(("m", "query rows"), ("n", "tokens of a block"), ("k", "values of a head")),
+    reference=attention_reference,
+    tolerance=(("float32", 2e-6), ("bfloat16", 2e-2), ("float16", 3e-3)),
+)
+"""Of its key, `bits` is 8 for an INT8 cache, else 0."""

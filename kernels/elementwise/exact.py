@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.elementwise.op import HeadLayout, RowFn
+from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn, add_norm_of
 
 TILE_ROWS = 16
 
@@ -25,6 +25,9 @@ class ExactRows:
             return x / (means + eps).sqrt() * weight
 
         return run
+
+    def add_norm(self, weight: torch.Tensor, eps: float) -> AddNormFn:
+        return add_norm_of(self.norm(weight, eps))
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout) -> RowFn:
         rotated, half = heads.queries + heads.kv, cos.shape[2] // 2

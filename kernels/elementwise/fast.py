@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from kernels.elementwise.op import HeadLayout, RowFn
+from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn, add_norm_of
 
 _silu = torch.nn.functional.silu
 
@@ -19,6 +19,9 @@ class FastRows:
 
     def norm(self, weight: torch.Tensor, eps: float) -> RowFn:
         return _cpu_norm(weight, eps) if weight.device.type == "cpu" else _norm(weight, eps)
+
+    def add_norm(self, weight: torch.Tensor, eps: float) -> AddNormFn:
+        return add_norm_of(self.norm(weight, eps))
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout) -> RowFn:
         # Angles for every head, the values' being none: no slicing and joining in the layers.

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 
 RowFn = Callable[[torch.Tensor], torch.Tensor]
+AddNormFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, delta) -> norm of x + delta; x has become x + delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,12 @@ class RowOps(Protocol):
         """x -> x / sqrt(mean(x^2) + eps) * weight over the last axis, prepared once. weight 1-D."""
         ...
 
+    def add_norm(self, weight: torch.Tensor, eps: float) -> AddNormFn:
+        """norm() behind a residual add: `delta` is added to x in place, in x's dtype, and the norm
+        of the sum is returned.
+        """
+        ...
+
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout) -> RowFn:
         """Rotary embedding at the positions of one forward, prepared once for all its layers.
 
@@ -51,6 +59,16 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     """fp32 definition."""
     wide = x.float()
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def add_norm_of(norm: RowFn) -> AddNormFn:
+    """add_norm() in two steps, for a set of ops that has no better way."""
+
+    def run(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        x += delta
+        return norm(x)
+
+    return run
 
 
 def rotation_reference(

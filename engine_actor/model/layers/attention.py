@@ -13,11 +13,14 @@ from engine_actor.model.layers.linear import Projection
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What all layers of one forward share."""
+    """What all layers of one forward share. `store` puts heads into the cache in one kernel; where
+    there is none, `rotate` and `write` do.
+    """
 
-    rotate: ops.RowFn
-    write: ops.WritePlan
+    rotate: ops.RowFn | None
+    write: ops.WritePlan | None
     attend: ops.AttentionPlan
+    store: ops.StoreFn | None = None
 
 
 class Attention:
@@ -31,22 +34,29 @@ class Attention:
         o: Projection,
         q_norm: ops.RowFn | None = None,
         k_norm: ops.RowFn | None = None,
+        head_norms: ops.HeadNorms | None = None,
     ) -> None:
         self._attention = attention
         self._qkv = qkv
         self._o = o
         self._q_norm = q_norm
         self._k_norm = k_norm
+        self._head_norms = head_norms
         self._heads = config.n_heads
         self._rotated = config.n_heads + config.n_kv_heads
         self._shape = (self._rotated + config.n_kv_heads, config.head_dim)
 
     def __call__(self, x: torch.Tensor, kv: torch.Tensor, step: StepTensors) -> torch.Tensor:
         heads = self._qkv(x).view(-1, *self._shape)
+        if step.store is not None:
+            q = step.store(heads, kv, self._head_norms)
+            return self._o(self._attention(q, kv, step.attend))
         if self._q_norm is not None and self._k_norm is not None:
             q = self._q_norm(heads[:, : self._heads])
             k = self._k_norm(heads[:, self._heads : self._rotated])
             heads = torch.cat((q, k, heads[:, self._rotated :]), dim=1)
+        assert step.rotate is not None
+        assert step.write is not None
         heads = step.rotate(heads)
         ops.write_kv(kv, heads[:, self._heads :], step.write)
         q = heads[:, : self._heads].to(kv.dtype)

@@ -20,5 +20,7 @@ class Embedding:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if isinstance(self._table, ops.PackedLinear):
+            if ids.device.type == "cuda":
+                return ops.gather_rows_cuda(self._table, ids, self._dtype)
             return ops.gather_rows(self._table, ids).to(self._dtype)
         return self._table.index_select(0, ids).to(self._dtype)

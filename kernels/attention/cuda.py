@@ -1,0 +1,240 @@
+"""Attention on CUDA: decoded rows through paged_decode.cu, prompts through torch's flash attention.
+
+Both read the paged cache, fp16, bf16 or INT8; neither ever holds a [queries, keys] matrix. The plan
+carries device tensors at fixed addresses, so that a CUDA graph can be replayed with other lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from kernels.attention.cuda_prompt import attend_prompt
+from kernels.attention.op import AttentionPlan, Segment
+from kernels.jit.kernel import CudaSource, Kernel, Variant
+from kernels.pack.int8_kv import Int8KV
+from kernels.spec.device import device_info
+from kernels.spec.op import OpKey
+
+SOURCE = CudaSource("attention/paged_decode.cu")
+ENTRY = "paged_decode"
+TILE_TOKENS = 16
+HEADS_AT_ONCE = 8
+HEAD_DIMS = (64, 96, 128)
+MAX_SPLITS = 128
+DTYPES = {torch.float16: 0, torch.bfloat16: 1}
+PART_HEADER = 2 * HEADS_AT_ONCE
+"""fp32 values in front of a split's sums: each head's highest score and its total."""
+WARPS = 4
+MIN_WARPS = {16: 12, 8: 16}
+"""Warps of one multiprocessor that the registers must allow, by bits of the cache."""
+BLOCKS_EACH = 2
+"""Blocks of one multiprocessor that the splitting aims at."""
+LEAST_TILES = 8
+"""Tiles of one block at least: two for each warp, so that a load is always on its way."""
+
+
+def variant(
+    head_dim: int, kv_bits: int, bf16: int, block_tokens: int = 16, warps: int = WARPS
+) -> Variant:
+    """The compiled kernel for one kind of cache, with its budget."""
+    defines = {
+        "HEAD_DIM": head_dim,
+        "KV_BITS": kv_bits,
+        "BF16": bf16,
+        "BLOCK_TOKENS": block_tokens,
+        "WARPS": warps,
+        "MIN_BLOCKS": MIN_WARPS[kv_bits] // warps,
+    }
+    return Variant(
+        SOURCE,
+        ENTRY,
+        defines,
+        max_registers=65536 // (32 * MIN_WARPS[kv_bits]) // 8 * 8,
+        threads=32 * warps,
+        shared_bytes=4 * warps * HEADS_AT_ONCE * head_dim,
+    )
+
+
+SHIPPED = tuple(
+    variant(head_dim, kv_bits, bf16)
+    for head_dim in HEAD_DIMS
+    for kv_bits in (16, 8)
+    for bf16 in (0, 1)
+)
+
+
+@cache
+def _kernel(head_dim: int, kv_bits: int, bf16: int, block_tokens: int) -> Kernel:
+    return variant(head_dim, kv_bits, bf16, block_tokens).kernel()
+
+
+@dataclass(slots=True)
+class DecodeTensors:
+    """The decoded rows of one forward, as the kernel reads them.
+
+    tables i32[B, width]; lengths i32[B], 0 for a padding row, whose output becomes zeros; rows
+    i32[B] or None where sequence i is row i. longest: keys that any of them may have while these
+    tensors live; it decides the split, so a graph captured at `longest` serves all shorter ones.
+    """
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    rows: torch.Tensor | None
+    longest: int
+    _room: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def room(self, units: int, splits: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Partial sums and zeroed counters, shared by the layers, which run one after another."""
+        key = (units, splits, head_dim)
+        if key not in self._room:
+            count = self.lengths.shape[0] * units
+            part = PART_HEADER + HEADS_AT_ONCE * head_dim
+            device = self.lengths.device
+            self._room[key] = (
+                torch.empty(count * splits * part if splits > 1 else 1, device=device),
+                torch.zeros(count, dtype=torch.int32, device=device),
+            )
+        return self._room[key]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan(AttentionPlan):
+    """decode: the segments of one row each; the others are prompts, in `alone`."""
+
+    decode: DecodeTensors | None = None
+
+
+def plan_attention_cuda(
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    block_lists: Sequence[Sequence[int]],
+    block_tokens: int,
+    device: torch.device,
+    window: int | None = None,
+) -> CudaPlan:
+    """One segment per sequence; one copy to the device for all decoded rows, one per prompt."""
+    segments, row = [], 0
+    for q_len, kv_len, blocks in zip(q_lens, kv_lens, block_lists, strict=True):
+        used = tuple(blocks[: -(-kv_len // block_tokens)])
+        index = None if q_len == 1 else torch.tensor(used, dtype=torch.int64).to(device)
+        skip = 0 if window is None else max(0, kv_len - q_len + 1 - window)
+        segments.append(Segment(row, q_len, kv_len, skip, None, used, index, None))
+        row += q_len
+    decoded = [segment for segment in segments if segment.q_len == 1]
+    prompts = tuple(segment for segment in segments if segment.q_len > 1)
+    decode = decode_tensors(decoded, bool(prompts), device) if decoded else None
+    return CudaPlan(tuple(segments), (), prompts, block_tokens, window, decode)
+
+
+def decode_tensors(
+    decoded: Sequence[Segment], among_prompts: bool, device: torch.device
+) -> DecodeTensors:
+    """The kernel's tensors for these segments. among_prompts: rows are not numbered 0, 1, ..."""
+    width = max(len(segment.blocks) for segment in decoded)
+    count = len(decoded)
+    numbers = [segment.kv_len for segment in decoded]
+    numbers += [segment.first_row for segment in decoded]
+    for segment in decoded:
+        numbers += (*segment.blocks, *(0,) * (width - len(segment.blocks)))
+    packed = torch.tensor(numbers, dtype=torch.int32).to(device)
+    return DecodeTensors(
+        packed[2 * count :].view(count, width),
+        packed[:count],
+        packed[count : 2 * count] if among_prompts else None,
+        max(segment.kv_len for segment in decoded),
+    )
+
+
+def tiles_per_split(tiles: int, units: int, multiprocessors: int) -> int:
+    """How many tiles of 16 tokens a block takes: so few that the card is full, so many that each
+    warp has two, and so many that at most MAX_SPLITS blocks meet. units: (sequence, KV head) pairs.
+    """
+    places = multiprocessors * BLOCKS_EACH
+    fair = -(-tiles * units // places)
+    least = max(LEAST_TILES, -(-tiles // MAX_SPLITS))
+    return max(least, -(-fair // WARPS) * WARPS)
+
+
+class CudaAttention:
+    """Attention for one shape of heads and cache; the AttentionFn of an OpSet."""
+
+    name = "cuda.paged"
+
+    def __init__(self) -> None:
+        self._multiprocessors = 0
+
+    def refuse(self, key: OpKey) -> str | None:
+        """None where it can; else why not. See op.ATTENTION for the axes."""
+        if key.device != "cuda":
+            return "runs on a GPU only"
+        if key.exact:
+            return "sums depend on how a sequence is split"
+        if key.dtype not in ("float16", "bfloat16"):
+            return f"computes in half precision, not {key.dtype}"
+        if key.k not in HEAD_DIMS:
+            return f"heads of {key.k} are not among {HEAD_DIMS}"
+        if key.n % TILE_TOKENS:
+            return f"blocks of {key.n} tokens are not whole tiles of {TILE_TOKENS}"
+        return None
+
+    def __call__(
+        self, q: torch.Tensor, kv: torch.Tensor | Int8KV, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """q [T, heads, head_dim] -> [T, heads * head_dim], both in the activations' dtype."""
+        assert isinstance(plan, CudaPlan)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        if plan.decode is not None:
+            self.decode(q, kv, plan.decode, out, plan.block_tokens, plan.window)
+        for segment in plan.alone:
+            attend_prompt(q, kv, segment, plan.window, out)
+        return out
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor | Int8KV,
+        step: DecodeTensors,
+        out: torch.Tensor,
+        block_tokens: int,
+        window: int | None,
+        tiles: int | None = None,
+    ) -> None:
+        """Write the decoded rows of out [T, heads * head_dim]. tiles: of a split, for benches."""
+        codes, scales, bits = (kv.codes, kv.scales, 8) if isinstance(kv, Int8KV) else (kv, None, 16)
+        kv_heads, head_dim = codes.shape[3], codes.shape[4]
+        group = q.shape[1] // kv_heads
+        units = kv_heads * -(-group // HEADS_AT_ONCE)
+        count = step.lengths.shape[0]
+        most = -(-min(step.longest, window or step.longest) // TILE_TOKENS) + (window is not None)
+        each = tiles or tiles_per_split(most, units * count, self._processors(q.device))
+        splits = -(-most // each)
+        partial, counters = step.room(units, splits, head_dim)
+        kernel = _kernel(head_dim, bits, DTYPES[q.dtype], block_tokens)
+        kernel.launch(
+            (units, splits, count),
+            (32 * WARPS, 1, 1),
+            q,
+            codes,
+            scales,
+            step.tables,
+            step.lengths,
+            step.rows,
+            out,
+            partial,
+            counters,
+            kv_heads,
+            group,
+            step.tables.shape[1],
+            each,
+            window or 0,
+            launch_dependents=True,
+        )
+
+    def _processors(self, device: torch.device) -> int:
+        if not self._multiprocessors:
+            self._multiprocessors = device_info(device).multiprocessors
+        return self._multiprocessors

@@ -1,0 +1,130 @@
+"""Row ops on CUDA in half precision: rows.cu, and what a tensor must be for it.
+
+A tensor that is not (fp32, an odd width, a slice with gaps) takes the torch way of fast.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from kernels.elementwise.fast import FastRows
+from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn
+from kernels.jit.kernel import CudaSource, Kernel, Variant
+from kernels.spec.op import OpKey
+
+SOURCE = CudaSource("elementwise/rows.cu")
+VECTOR = 8
+"""Values of one 16-byte access; a row is whole accesses."""
+MOST_THREADS = 512
+SILU_THREADS = 128
+DTYPES = {torch.float16: 0, torch.bfloat16: 1}
+
+
+def norm_threads(width: int) -> int:
+    """Of a block, which takes one row: one access each where it can."""
+    return min(MOST_THREADS, -(-width // (32 * VECTOR)) * 32)
+
+
+def norm_variant(entry: str, width: int, bf16: int) -> Variant:
+    """rms_norm or add_rms_norm for rows of `width` values."""
+    threads = norm_threads(width)
+    defines = {"WIDTH": width, "THREADS": threads, "BF16": bf16}
+    return Variant(SOURCE, entry, defines, max_registers=64, threads=threads)
+
+
+def silu_variant(bf16: int) -> Variant:
+    """The gated SiLU; its width is an argument."""
+    return Variant(SOURCE, "silu_mul", {"BF16": bf16}, max_registers=48, threads=SILU_THREADS)
+
+
+SHIPPED = tuple(
+    norm_variant(entry, width, bf16)
+    for entry in ("rms_norm", "add_rms_norm")
+    for width in (576, 2048, 3584, 8192)
+    for bf16 in (0, 1)
+) + tuple(silu_variant(bf16) for bf16 in (0, 1))
+
+
+@cache
+def _norm_kernel(entry: str, width: int, bf16: int) -> Kernel:
+    return norm_variant(entry, width, bf16).kernel()
+
+
+@cache
+def _silu_kernel(bf16: int) -> Kernel:
+    return silu_variant(bf16).kernel()
+
+
+def _fits(x: torch.Tensor, width: int) -> bool:
+    return x.dtype in DTYPES and width % VECTOR == 0 and x.is_contiguous() and x.is_cuda
+
+
+class CudaRows:
+    """The RowOps of half-precision activations on a GPU."""
+
+    name = "cuda.rows"
+
+    def __init__(self) -> None:
+        self._torch = FastRows()
+
+    def refuse(self, key: OpKey) -> str | None:
+        """None where the kernels can serve a model's activations; else why not."""
+        if key.device != "cuda":
+            return "runs on a GPU only"
+        if key.exact:
+            return "rounds to half precision"
+        if key.dtype not in ("float16", "bfloat16"):
+            return f"holds half precision, not {key.dtype}"
+        return None
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RowFn:
+        """See RowOps. weight f32 on the device."""
+        width, weight = weight.shape[0], weight.float().contiguous()
+        other = self._torch.norm(weight, eps)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if not _fits(x, width):
+                return other(x)
+            out = torch.empty_like(x)
+            kernel = _norm_kernel("rms_norm", width, DTYPES[x.dtype])
+            block = (norm_threads(width), 1, 1)
+            grid = (x.numel() // width, 1, 1)
+            kernel.launch(grid, block, x, weight, out, eps, launch_dependents=True)
+            return out
+
+        return run
+
+    def add_norm(self, weight: torch.Tensor, eps: float) -> AddNormFn:
+        """See RowOps: the sum is rounded to the residual's dtype before the norm sees it."""
+        width, weight = weight.shape[0], weight.float().contiguous()
+        other = self._torch.add_norm(weight, eps)
+
+        def run(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+            if not (_fits(x, width) and _fits(delta, width) and x.dtype == delta.dtype):
+                return other(x, delta)
+            out = torch.empty_like(x)
+            kernel = _norm_kernel("add_rms_norm", width, DTYPES[x.dtype])
+            block = (norm_threads(width), 1, 1)
+            grid = (x.numel() // width, 1, 1)
+            kernel.launch(grid, block, x, delta, weight, out, eps, launch_dependents=True)
+            return out
+
+        return run
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout) -> RowFn:
+        """See RowOps. The fused kernel of kernels.kv does this in the engine's own path."""
+        return self._torch.rotation(cos, sin, heads)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See RowOps."""
+        width = gate_up.shape[-1] // 2
+        if not _fits(gate_up, width):
+            return self._torch.silu_mul(gate_up)
+        rows = gate_up.shape[0]
+        out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+        grid = (-(-width // (VECTOR * SILU_THREADS)), rows, 1)
+        kernel = _silu_kernel(DTYPES[gate_up.dtype])
+        kernel.launch(grid, (SILU_THREADS, 1, 1), gate_up, out, width, launch_dependents=True)
+        return out

@@ -1,0 +1,76 @@
+"""Keys and values as signed codes with one fp16 scale per token and head: half the cache's bytes.
+
+Codes take the place of the values, [n_blocks, block_tokens, 2, kv_heads, head_dim]; scales are
+[n_blocks, block_tokens, kv_heads, 2], so that a key's and its value's are one 4-byte load. Torch
+only, any device. Knows no request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LARGEST = 127
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8KV:
+    """One layer. codes i8[n_blocks, block_tokens, 2, kv_heads, head_dim], keys before values;
+    scales f16[n_blocks, block_tokens, kv_heads, 2]. A value is code * scale.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        blocks, tokens, both, heads, _ = self.codes.shape
+        expect, got = (blocks, tokens, heads, both), tuple(self.scales.shape)
+        if got != expect:
+            raise ValueError(f"scales must be {expect}, got {got}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.codes.numel() + 2 * self.scales.numel()
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """All of it, [n_blocks, block_tokens, 2, kv_heads, head_dim]."""
+        return dequantise_kv(self.codes, self.scales.transpose(-1, -2), dtype)
+
+    def blocks(self, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values of the named blocks, [len(index), block_tokens, 2, kv_heads, head_dim]."""
+        named = Int8KV(self.codes.index_select(0, index), self.scales.index_select(0, index))
+        return named.values(dtype)
+
+
+def empty_int8_kv(
+    n_blocks: int, block_tokens: int, kv_heads: int, head_dim: int, device: torch.device
+) -> Int8KV:
+    """A cache of zeros."""
+    shape = (n_blocks, block_tokens, 2, kv_heads, head_dim)
+    return Int8KV(
+        torch.zeros(shape, dtype=torch.int8, device=device),
+        torch.zeros(n_blocks, block_tokens, kv_heads, 2, dtype=torch.float16, device=device),
+    )
+
+
+def quantise_kv(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., head_dim] of any float dtype -> codes i8 and scales f16 [...].
+
+    The scale is the largest magnitude / 127 in fp32, rounded to the half that a reader will use;
+    codes are value * (1 / scale), rounded to even, so the rounding of the scale costs little. A
+    head of zeros, or one so small that its scale is no half, gets scale and codes 0.
+    """
+    wide = values.float()
+    scales = (wide.abs().amax(-1) / LARGEST).to(torch.float16)
+    steps = scales.float().unsqueeze(-1)
+    codes = torch.where(steps > 0, wide * (1 / steps), 0.0).round().clamp(-LARGEST, LARGEST)
+    return codes.to(torch.int8), scales
+
+
+def dequantise_kv(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """codes * scales in fp32, rounded to `dtype`."""
+    return (codes.float() * scales.float().unsqueeze(-1)).to(dtype)

@@ -1,0 +1,1 @@
+"""From logits to token ids without waiting for the host: edits, argmax, seeded draws."""

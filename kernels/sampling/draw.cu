@@ -1,0 +1,219 @@
+// Draw a token from each row of probabilities: top_k, then top_p, then min_p become one cutoff, and
+// the cumulative weight of what is kept is inverted at a point keyed by (seed, position).
+// Three launches, one after the other, no sort and no host:
+//   histogram   counts and weighs the probabilities by their upper 11 bits;
+//   find_cutoff collects the few that may still lie at the cutoff, and finds it exactly;
+//   draw_tokens sums the weights kept and finds where the sum passes the point.
+// All: grid (blocks a row, rows), block 256; blocks of a row meet by counters that go back to zero.
+#include "draw.cuh"
+
+// The lower edge, as float bits, of what must be looked at one by one; 0xffffffff: nothing.
+__device__ __forceinline__ unsigned candidates_from(const unsigned* counts, const unsigned* weights,
+                                                    const Draw& draw, int width) {
+    Found found = {BINS, 0, 0};
+    if (limits_k(draw, width)) {
+        found = find_bin(counts, weights, draw.top_k);
+    } else if (draw.top_p < 1.) {
+        found = find_bin(weights, weights, needed_of(unsigned(WEIGHT_ONE), draw.top_p));
+    }
+    return found.bin == BINS ? 0xffffffffu : found.bin << (32 - DIGITS);
+}
+
+struct Exact {
+    float value;            // the value at which the search ended; negative: nowhere
+    unsigned left;          // what was still needed of its equals
+    unsigned weight_above;  // of all that are larger
+};
+
+// The value by which count or weight, from the largest down, reaches `needed`: three digits of the
+// bits, each by a histogram of those that agree so far.
+__device__ __forceinline__ Exact select(const float* values, int size, unsigned needed,
+                                        bool by_weight) {
+    __shared__ unsigned counts[BINS], weights[BINS];
+    unsigned prefix = 0, left = needed, above = 0;
+    for (int digit = 0; digit < 3; ++digit) {
+        // Bits 31..21, 20..10 and 9..0; the last digit's bins also hold bit 10, the same for all.
+        const int resolved = digit == 0 ? 32 : digit == 1 ? 21 : 10;
+        const int shift = digit == 0 ? 21 : digit == 1 ? 10 : 0;
+        for (int i = threadIdx.x; i < BINS; i += THREADS) counts[i] = weights[i] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < size; i += THREADS) {
+            const unsigned bits = __float_as_uint(values[i]);
+            if (digit > 0 && (bits ^ prefix) >> resolved != 0) continue;
+            const unsigned bin = bits >> shift & (BINS - 1);
+            atomicAdd(&counts[bin], 1u);
+            atomicAdd(&weights[bin], weight_of(values[i]));
+        }
+        __syncthreads();
+        const Found found = find_bin(by_weight ? weights : counts, weights, left);
+        if (found.bin == BINS) return {-1.f, 0, 0};
+        prefix |= found.bin << shift, left = found.left, above += found.weight_above;
+    }
+    return {__uint_as_float(prefix), left, above};
+}
+
+// The least probability the row draws from.
+__device__ __forceinline__ float exact_cutoff(const float* candidates, int size, const Draw& draw,
+                                              float largest, int width) {
+    float cutoff = 0.f;
+    unsigned total = unsigned(WEIGHT_ONE);
+    if (limits_k(draw, width)) {
+        const Exact at_k = select(candidates, size, draw.top_k, false);
+        cutoff = fmaxf(at_k.value, 0.f);
+        total = at_k.weight_above + at_k.left * weight_of(cutoff);
+    }
+    if (draw.top_p < 1.) {
+        const Exact at_p = select(candidates, size, needed_of(total, draw.top_p), true);
+        cutoff = fmaxf(cutoff, at_p.value);
+    }
+    if (draw.min_p > 0.f) cutoff = fmaxf(cutoff, __fmul_rn(largest, draw.min_p));
+    return cutoff;
+}
+
+__device__ __forceinline__ bool is_last_of_row(unsigned* counter) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = atomicAdd(counter, 1u) == gridDim.x - 1;
+        if (last) *counter = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+__device__ __forceinline__ int2 own_range(int width) {
+    const int each = (width + gridDim.x - 1) / gridDim.x, first = blockIdx.x * each;
+    return make_int2(min(first, width), min(first + each, width));
+}
+
+struct RowState {  // zero before the first launch, and again after the last
+    unsigned counts[BINS], weights[BINS];
+    unsigned largest, candidates, done_cutoff, done_draw;
+};
+
+// probabilities f32[rows, width].
+extern "C" __global__ void __launch_bounds__(THREADS)
+histogram(const float* probabilities, const Draw* draws, RowState* states, int width) {
+    const Draw draw = draws[blockIdx.y];
+    const bool cuts = limits_k(draw, width) || draw.top_p < 1. || draw.min_p > 0.f;
+    if (draw.greedy || !cuts) return;
+    __shared__ unsigned counts[BINS], weights[BINS];
+    for (int i = threadIdx.x; i < BINS; i += THREADS) counts[i] = weights[i] = 0;
+    __syncthreads();
+    const float* row = probabilities + size_t(blockIdx.y) * width;
+    const int2 range = own_range(width);
+    unsigned largest = 0;
+    for (int i = range.x + threadIdx.x; i < range.y; i += THREADS) {
+        const unsigned bits = __float_as_uint(row[i]);
+        atomicAdd(&counts[bits >> (32 - DIGITS)], 1u);
+        const unsigned weight = weight_of(row[i]);
+        if (weight > 0) atomicAdd(&weights[bits >> (32 - DIGITS)], weight);
+        largest = max(largest, bits);
+    }
+    largest = __reduce_max_sync(~0u, largest);
+    RowState& state = states[blockIdx.y];
+    if (threadIdx.x % 32 == 0) atomicMax(&state.largest, largest);
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS) {
+        if (counts[i] > 0) atomicAdd(&state.counts[i], counts[i]);
+        if (weights[i] > 0) atomicAdd(&state.weights[i], weights[i]);
+    }
+}
+
+// candidates f32[rows, width], room to work in; cutoffs f32[rows].
+extern "C" __global__ void __launch_bounds__(THREADS)
+find_cutoff(const float* probabilities, const Draw* draws, RowState* states, float* candidates,
+            float* cutoffs, int width) {
+    const Draw draw = draws[blockIdx.y];
+    RowState& state = states[blockIdx.y];
+    const bool searches = limits_k(draw, width) || draw.top_p < 1.;
+    if (draw.greedy || !(searches || draw.min_p > 0.f)) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) cutoffs[blockIdx.y] = 0.f;
+        return;
+    }
+    const size_t start = size_t(blockIdx.y) * width;
+    if (searches) {
+        const unsigned edge = candidates_from(state.counts, state.weights, draw, width);
+        const int2 range = own_range(width);
+        for (int i = range.x + threadIdx.x; i < range.y; i += THREADS) {
+            const float value = probabilities[start + i];
+            if (__float_as_uint(value) < edge) continue;
+            candidates[start + atomicAdd(&state.candidates, 1u)] = value;
+        }
+    }
+    if (!is_last_of_row(&state.done_cutoff)) return;
+    const float largest = __uint_as_float(state.largest);
+    const float cutoff =
+        exact_cutoff(candidates + start, state.candidates, draw, largest, width);
+    __syncthreads();
+    for (int i = threadIdx.x; i < BINS; i += THREADS) state.counts[i] = state.weights[i] = 0;
+    if (threadIdx.x == 0) {
+        cutoffs[blockIdx.y] = cutoff;
+        state.largest = state.candidates = 0;
+    }
+}
+
+// The first index of first..last - 1 at which the kept weight, summed from `first`, passes `target`;
+// `last` where it does not. By the whole block.
+__device__ __forceinline__ int where_passed(const float* row, int first, int last, float cutoff,
+                                            unsigned target) {
+    __shared__ int found;
+    const int each = (last - first + THREADS - 1) / THREADS;
+    const int from = min(first + int(threadIdx.x) * each, last), to = min(from + each, last);
+    unsigned mine = 0, all;
+    for (int i = from; i < to; ++i) mine += row[i] >= cutoff ? weight_of(row[i]) : 0u;
+    unsigned before = sum_before(mine, all);
+    if (threadIdx.x == 0) found = last;
+    __syncthreads();
+    if (before <= target && before + mine > target) {
+        for (int i = from; i < to; ++i) {
+            before += row[i] >= cutoff ? weight_of(row[i]) : 0u;
+            if (before > target) {
+                found = i;
+                break;
+            }
+        }
+    }
+    __syncthreads();
+    return found;
+}
+
+// sums u32[rows, blocks]; best i64[rows]: each row's argmax, for the greedy ones; tokens i64[rows];
+// finite u8[rows]: whether the row is a distribution at all.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+draw_tokens(const float* probabilities, const Draw* draws, RowState* states, const float* cutoffs,
+            unsigned* sums, const long long* best, long long* tokens, unsigned char* finite,
+            int width) {
+    const Draw draw = draws[blockIdx.y];
+    const float* row = probabilities + size_t(blockIdx.y) * width;
+    if (draw.greedy) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) tokens[blockIdx.y] = best[blockIdx.y];
+        return;
+    }
+    const float cutoff = cutoffs[blockIdx.y];
+    const int2 range = own_range(width);
+    unsigned mine = 0, all;
+    for (int i = range.x + threadIdx.x; i < range.y; i += THREADS) {
+        mine += row[i] >= cutoff ? weight_of(row[i]) : 0u;
+    }
+    sum_before(mine, all);
+    unsigned* own = sums + size_t(blockIdx.y) * gridDim.x;
+    if (threadIdx.x == 0) own[blockIdx.x] = all;
+    if (!is_last_of_row(&states[blockIdx.y].done_draw)) return;
+    unsigned total = 0;
+    for (int b = 0; b < gridDim.x; ++b) total += __ldcg(own + b);
+    const unsigned target = unsigned(__dmul_rn(double(total), uniform(draw.seed, draw.position)));
+    unsigned before = 0;
+    int block = 0;
+    while (block < gridDim.x - 1 && before + __ldcg(own + block) <= target) {
+        before += __ldcg(own + block++);
+    }
+    const int each = (width + gridDim.x - 1) / gridDim.x;
+    const int first = min(block * each, width), last = min(first + each, width);
+    const int token = where_passed(row, first, last, cutoff, target - before);
+    if (threadIdx.x > 0) return;
+    tokens[blockIdx.y] = min(token, width - 1);
+    finite[blockIdx.y] = fabsf(row[0]) < __int_as_float(0x7f800000);  // infinity
+}

@@ -1,0 +1,195 @@
+"""The device's argmax, edits and draws against the sampler that defines them: equal tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine_actor.core.params import SamplingParams
+from engine_actor.model.penalties import SampleRow, edit
+from engine_actor.model.random_draw import uniform
+from engine_actor.model.sampler import Sampler
+from kernels.sampling.cuda import DeviceSampler
+from kernels.sampling.op import IN_PROMPT, Draw, Edit, draw_reference, pack_draws, pack_edits
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = (7, 300, 4097, 151_936)
+
+
+def sampler_for(logits: torch.Tensor) -> DeviceSampler:
+    return DeviceSampler(logits.shape[0], logits.shape[1], logits.device)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_argmax(width: int) -> None:
+    """Lowest index among equals, NaN on top, broken rows told, counters ready for the next call."""
+    logits = torch.randn(9, width, device="cuda")
+    logits[1, [2, 5]] = 50.0
+    logits[2] = 0.25
+    logits[3, 4] = torch.nan
+    logits[4] = -torch.inf
+    logits[5] = -torch.inf
+    logits[5, 6] = -1e30
+    logits[6, 3] = torch.inf
+    device = sampler_for(logits)
+    for _ in range(3):
+        assert device.argmax(logits).tolist() == logits.cpu().argmax(-1).tolist()
+        assert device.finite.tolist() == [1, 1, 1, 0, 0, 1, 0, 1, 1]
+
+
+DRAWS = (
+    Draw(),
+    Draw(top_k=1),
+    Draw(top_k=5),
+    Draw(top_k=50, top_p=0.9),
+    Draw(top_p=0.5),
+    Draw(top_p=0.999),
+    Draw(top_p=1e-9),
+    Draw(min_p=0.05),
+    Draw(top_k=40, top_p=0.95, min_p=0.02),
+    Draw(top_k=10**6),
+    Draw(greedy=True),
+    Draw(top_k=3000, top_p=0.3),
+)
+
+
+def keyed(draws: tuple[Draw, ...], seed: int) -> list[Draw]:
+    """The same with seeds and positions of all sizes."""
+    draw = random.Random(seed)
+    return [
+        Draw(d.top_p, d.min_p, d.top_k, draw.randrange(2**64), draw.randrange(10**6), d.greedy)
+        for d in draws
+    ]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_draws_equal_the_reference(width: int, spread: float) -> None:
+    """The same probabilities give the same token, flat and peaked, ties included."""
+    logits = torch.randn(len(DRAWS), width, device="cuda") * spread
+    logits[:, ::3] = logits[:, :1].clone()
+    device, probabilities = sampler_for(logits), torch.softmax(logits, -1)
+    best = logits.argmax(-1)
+    for seed in range(3):
+        draws = keyed(DRAWS, seed)
+        got = device.draw_from(probabilities, pack_draws(draws).cuda(), best).tolist()
+        want = [
+            int(best[row])
+            if d.greedy
+            else draw_reference(probabilities[row], d, uniform(d.seed, d.position))
+            for row, d in enumerate(draws)
+        ]
+        assert got == want
+
+
+def test_draws_equal_the_engines_sampler() -> None:
+    """Seeded rows, mixed with greedy ones, over many positions."""
+    width, rows = 32_000, 24
+    draw = random.Random(3)
+    params = [
+        SamplingParams(
+            temperature=draw.choice([0.0, 0.7, 1.0, 1.5]),
+            top_k=draw.choice([0, 1, 20, 500]),
+            top_p=draw.choice([1.0, 0.9, 0.3]),
+            min_p=draw.choice([0.0, 0.0, 0.1]),
+            seed=draw.randrange(2**32),
+        )
+        for _ in range(rows)
+    ]
+    sampler = Sampler(base_seed=1)
+    for position in (0, 9, 100_000):
+        logits = torch.randn(rows, width, device="cuda") * 3
+        device = sampler_for(logits)
+        asked = [SampleRow(("c", i), p, [], [], position) for i, p in enumerate(params)]
+        want = [token.token for token in sampler.sample(logits, asked)]
+        edits, ids, values = pack_edits([Edit(temperature=p.temperature) for p in params])
+        edited = device.edit(logits, edits.cuda(), ids.cuda(), values.cuda(), None)
+        draws = pack_draws(
+            [Draw(p.top_p, p.min_p, p.top_k, p.seed or 0, position, p.greedy) for p in params]
+        )
+        assert device.draw(edited, draws.cuda()).tolist() == want
+        assert device.finite.all()
+
+
+def test_edits_equal_the_engines_penalties() -> None:
+    """Bias, repetition, frequency, presence and bans, to the last bit of the CPU's definition."""
+    width, rows = 5000, 6
+    draw = random.Random(5)
+    counts = torch.zeros(rows, width, dtype=torch.int64)
+    asked, edits = [], []
+    for i in range(rows):
+        prompt = [draw.randrange(width) for _ in range(40)]
+        output = [draw.randrange(200) for _ in range(100 * (i % 3))]
+        bias = {draw.randrange(width): draw.uniform(-50, 50) for _ in range(10)}
+        params = SamplingParams(
+            temperature=1.0,
+            presence_penalty=draw.choice([0.0, 0.7, -1.1]),
+            frequency_penalty=draw.choice([0.0, 0.3]),
+            repetition_penalty=draw.choice([1.0, 1.3, 0.8]),
+            logit_bias=tuple(bias.items()),
+        )
+        banned = [1, 2, width - 1]
+        asked.append(SampleRow(("c", i), params, prompt, output, 140, banned))
+        for token in prompt:
+            counts[i, token] |= IN_PROMPT
+        for token in output:
+            counts[i, token] += 1
+        edits.append(
+            Edit(
+                1.0 if i % 2 else 0.0,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+                i,
+                bias,
+                banned,
+            )
+        )
+    logits = torch.randn(rows, width) * 10
+    want = edit(logits, asked)
+    device = DeviceSampler(rows, width, torch.device("cuda"))
+    packed, ids, values = (t.cuda() for t in pack_edits(edits))
+    table = counts.to(torch.uint32).view(torch.int32).cuda()
+    got = device.edit(logits.cuda(), packed, ids, values, table)
+    assert torch.equal(got.cpu(), want)
+    tokens = device.argmax(got).tolist()
+    device.count(table, packed, rows)
+    for i, token in enumerate(tokens):
+        counts[i, token] += 1
+    assert torch.equal(table.cpu().view(torch.uint32).to(torch.int64), counts)
+
+
+def test_a_step_of_sampling_is_captured_and_replayed() -> None:
+    """Fixed addresses: new logits and new draws go in by copies."""
+    width, rows = 9000, 4
+    logits = torch.empty(rows, width, device="cuda")
+    device = sampler_for(logits)
+    packed = pack_draws([Draw()] * rows).cuda()
+    device.draw(logits.normal_(), packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = device.draw(logits, packed)
+    for seed in range(4):
+        logits.normal_().mul_(3)
+        draws = keyed((Draw(top_p=0.8), Draw(greedy=True), Draw(top_k=9), Draw()), seed)
+        packed.copy_(pack_draws(draws))
+        graph.replay()
+        probabilities = torch.softmax(logits, -1)
+        want = [
+            int(logits[row].argmax())
+            if d.greedy
+            else draw_reference(probabilities[row], d, uniform(d.seed, d.position))
+            for row, d in enumerate(draws)
+        ]
+        assert tokens.tolist() == want
+
+
+def test_a_row_of_nan_is_told() -> None:
+    logits = torch.randn(3, 500, device="cuda")
+    logits[1, 77] = torch.nan
+    device = sampler_for(logits)
+    device.draw(logits, pack_draws([Draw(top_p=0.9, seed=i) for i in range(3)]).cuda())
+    assert device.finite.tolist() == [1, 0, 1]
