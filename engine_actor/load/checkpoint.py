@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -24,9 +25,11 @@ from engine_actor.load.gguf_model import plan as plan_gguf
 from engine_actor.load.gguf_place import gguf_of
 from engine_actor.load.gguf_tokenizer import ending_ids
 from engine_actor.load.refusal import one_line, read_json_object, refusal
+from engine_actor.load.self_check import SelfCheck
 from engine_actor.load.shards import ShardSet
 from engine_actor.model.config import ModelConfig
 
+LOGGER = logging.getLogger(__name__)
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
@@ -98,13 +101,20 @@ class Checkpoint:
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """(canonical name, weight) on the CPU, one after the other.
 
-        A linear is a PackedLinear or DenseLinear, a norm a 1-D tensor. Unfused tensors are views
-        of the mapped file: read them, do not write into them.
+        A linear is a PackedLinear or DenseLinear, a norm a 1-D tensor. Unfused tensors are views of
+        the mapped file: read them, do not write into them. Raises CheckpointError for a value that
+        is not finite; logs a warning where the weights look garbled (self_check.py).
         """
+        check = SelfCheck(self.config)
         with self.source.reading() as read:
             for entry in self.entries:
                 loaded = entry.load(read)
-                yield from loaded.items() if isinstance(loaded, dict) else [(entry.name, loaded)]
+                parts = loaded if isinstance(loaded, dict) else {entry.name: loaded}
+                for name, weight in parts.items():
+                    check.take(name, weight)
+                    yield name, weight
+        for line in check.warnings():
+            LOGGER.warning("%s: self-check: %s", self.folder.name, line)
 
     def usable_vocab_size(self) -> int:
         """Ids the tokenizer can name; the rows of the embedding above them are padding."""
