@@ -122,10 +122,9 @@ def evaluate(
         other = open_checkpoint(resolve(source, cache_dir))
         _require_alike(checkpoint, other, tokens, text)
         reference = run_checkpoint(other, tokens.tokens, where, progress)
-        source_score = score(reference, None, tokens.tokens, used)
-    ours = score(
-        run_checkpoint(checkpoint, tokens.tokens, where, progress), reference, tokens.tokens, used
-    )
+        source_score = score(reference, None, tokens.tokens, used, where)
+    finished = run_checkpoint(checkpoint, tokens.tokens, where, progress)
+    ours = score(finished, reference, tokens.tokens, used, where)
     document = {
         "model": model,
         "source": source,

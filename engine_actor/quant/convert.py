@@ -139,7 +139,8 @@ class _Run:
         reference = job.reference or run_checkpoint(job.source, tokens, job.device, progress)
         rounded = finish(self._tracks["evaluation"], self._reader, self._forward, self._head())
         used = job.source.usable_vocab_size()
-        return score(reference, None, tokens, used), score(rounded, reference, tokens, used)
+        source = score(reference, None, tokens, used, job.device)
+        return source, score(rounded, reference, tokens, used, job.device)
 
     def _head(self) -> PackedLinear:
         if self._config.tie_embeddings:

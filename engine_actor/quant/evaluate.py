@@ -86,21 +86,30 @@ def finish(
 
 
 @torch.inference_mode()
-def score(model: Finished, source: Finished | None, tokens: torch.Tensor, used: int) -> Score:
-    """Compare on tokens [S, T]; `used`: ids that a tokenizer can name, those above do not count."""
+def score(
+    model: Finished,
+    source: Finished | None,
+    tokens: torch.Tensor,
+    used: int,
+    device: torch.device | None = None,
+) -> Score:
+    """Compare on tokens [S, T]; `used`: ids that a tokenizer can name, those above do not count.
+    device: where the logits are computed, by default where the hidden states are.
+    """
+    where = model.hidden.device if device is None else device
     nll = kl = top1 = 0.0
     count = tokens.shape[0] * (tokens.shape[1] - 1)
     rows = max(1, LOGITS_AT_ONCE // used)
     flat = model.hidden[:, :-1].reshape(count, -1)
-    wanted = tokens[:, 1:].reshape(count)
+    wanted = tokens[:, 1:].reshape(count).to(where)
     reference = None if source is None else source.hidden[:, :-1].reshape(count, -1)
     for first in range(0, count, rows):
         part = slice(first, first + rows)
-        ours = torch.log_softmax(logits(flat[part], model.head, used), -1)
+        ours = torch.log_softmax(logits(flat[part].to(where), model.head, used), -1)
         nll -= float(ours.gather(-1, wanted[part].unsqueeze(-1)).double().sum())
         if source is None or reference is None:
             continue
-        theirs = torch.log_softmax(logits(reference[part], source.head, used), -1)
+        theirs = torch.log_softmax(logits(reference[part].to(where), source.head, used), -1)
         top1 += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
         kl += float((theirs.exp() * (theirs - ours)).sum(-1).double().sum())
     perplexity = math.exp(min(nll / count, 700.0))
@@ -111,7 +120,8 @@ def score(model: Finished, source: Finished | None, tokens: torch.Tensor, used: 
 
 def logits(rows: torch.Tensor, head: Weight, used: int) -> torch.Tensor:
     """fp32 [R, used] of rows [R, hidden]; the head is dequantised a slice at a time."""
-    return torch.cat([rows @ part.t() for part in _slices(head, used)], dim=-1)
+    parts = [rows @ part.to(rows.device).t() for part in _slices(head, used)]
+    return torch.cat(parts, dim=-1)
 
 
 def _slices(head: Weight, used: int) -> Iterator[torch.Tensor]:

@@ -129,7 +129,7 @@ class LayerPass:
             x = inner(rows, now)
             if kept is not None:
                 kept[part.start] = x
-            moments.add(x, rows if self._method.by_stream else None)
+            moments.add(x)
         return moments
 
     def _advance_half(

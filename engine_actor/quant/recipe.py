@@ -26,15 +26,13 @@ class Method:
 
     rounding: nearest, or gptq with its curvature. search: candidates weighed alike (mse), by the
     inputs' mean square (activation) or by what GPTQ leaves (curvature); none is the absmax rule.
-    damp: see gptq.Curvature. rounds: refits and sweeps after GPTQ. by_stream: an error that is
-    added to the residual stream counts relative to the stream's size at that token.
+    damp: see gptq.Curvature. rounds: refits and sweeps after GPTQ.
     """
 
     rounding: Literal["nearest", "gptq"] = "gptq"
     search: Literal["none", "mse", "activation", "curvature"] = "curvature"
     damp: float = 0.01
     rounds: int = 1
-    by_stream: bool = True
 
     @property
     def needs_inputs(self) -> bool:

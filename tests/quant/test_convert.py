@@ -93,7 +93,7 @@ def test_better_methods_give_smaller_errors(make_job, tmp_path):
     for number, method in enumerate(
         (NEAREST, Method(rounding="nearest", search="activation"), Method())
     ):
-        job = make_job("llama", "w3", method=dataclasses.replace(method, by_stream=False))
+        job = make_job("llama", "w3", method=method)
         job = dataclasses.replace(job, calibration=token_rows(24, 64, 1), evaluation=None)
         report = convert(job, tmp_path / f"out-{number}", silent)
         errors.append(report.layers[0])

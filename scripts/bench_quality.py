@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""Quality against bytes: convert a model by several recipes, measure each on the same texts.
+
+    scripts/bench_quality.py --calibration handbook.txt --text faq.txt --text tutorial.txt \\
+        --work /tmp/quality --output quality.json w4:64 w3:64 mixed:64 auto=w3:64 w4:64:rtn
+
+A case is RECIPE:GROUP[:METHOD][:offsets], or auto=RECIPE:GROUP, `auto` within the bytes of that
+recipe's layers. Texts are cut in rows of 512 tokens, the same number from each. KL in nats over
+the whole vocabulary, source || converted, mean over all positions but a row's last. A case already
+in --work is not converted again, so that a long bench may be stopped and gone on with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.load import cache_dir
+from engine_actor.load.checkpoint import Checkpoint, open_checkpoint
+from engine_actor.load.source import resolve
+from engine_actor.quant.auto import auto_recipe, sensitivities
+from engine_actor.quant.convert import Job, convert
+from engine_actor.quant.evaluate import Finished, run_checkpoint
+from engine_actor.quant.plan import make_plan
+from engine_actor.quant.progress import TimedProgress
+from engine_actor.quant.recipe import EMBEDDING, Method, Recipe, fixed_recipe
+from engine_actor.quant.report import FILE
+from engine_actor.quant.texts import TokenRows, token_rows
+from results import make_record, make_row, write_record
+
+METHODS = {
+    "": Method(),
+    "rtn": Method(rounding="nearest", search="none"),
+    "mse": Method(rounding="nearest", search="mse"),
+    "activation": Method(rounding="nearest", search="activation"),
+    "gptq": Method(search="activation", damp=0.01, rounds=0),
+}
+"""rtn: absmax rounding. gptq: the plain one, act-order with static groups. "": what we ship."""
+METRICS = (("kl", "nats"), ("perplexity", ""), ("top1", "share"), ("bits_per_weight", "bits"))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table."""
+
+    name: str
+    recipe: str
+    group: int
+    method: str
+    offsets: bool
+
+    @staticmethod
+    def parse(text: str) -> Case:
+        """See the module's docstring. Raises ValueError."""
+        head, *rest = text.split(":")
+        if not rest or not rest[0].isdigit() or not set(rest[1:]) <= {*METHODS, "offsets"}:
+            raise ValueError(f"case {text!r} is not RECIPE:GROUP[:METHOD][:offsets]")
+        methods = [word for word in rest[1:] if word != "offsets"]
+        return Case(text, head, int(rest[0]), methods[0] if methods else "", "offsets" in rest[1:])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag; all of them end in the result's switches."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="+", type=Case.parse)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--calibration-rows", type=int, default=24)
+    parser.add_argument("--text", type=Path, action="append", required=True)
+    parser.add_argument("--rows", type=int, default=8, help="rows of each text")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--note", action="append", default=[])
+    return parser
+
+
+class Bench:
+    """A source, its texts, and its answers, computed once."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._source: Checkpoint = open_checkpoint(resolve(options.model, cache_dir()))
+        folder = self._source.folder
+        self._calibration = token_rows(
+            options.calibration, "jargon", folder, options.calibration_rows
+        )
+        parts = [token_rows(path, "", folder, options.rows) for path in options.text]
+        name = " + ".join(part.name for part in parts)
+        self._evaluation = TokenRows(name, torch.cat([part.tokens for part in parts]))
+        self._reference: Finished | None = None
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """The summary of one case, and what it cost."""
+        target = self._options.work / case.name.replace(":", "_").replace("=", "_")
+        cost = target.with_suffix(".cost.json")
+        if not target.is_dir():
+            if self._reference is None:
+                progress = TimedProgress("source")
+                tokens = self._evaluation.tokens
+                self._reference = run_checkpoint(
+                    self._source, tokens, torch.device("cpu"), progress
+                )
+            began, cpu = time.monotonic(), time.process_time()
+            convert(self._job(case, target), target, TimedProgress(case.name), resume=True)
+            spent = {"wall": time.monotonic() - began, "cpu": time.process_time() - cpu}
+            cost.write_text(json.dumps(spent), encoding="utf-8")
+        report = json.loads((target / FILE).read_text(encoding="utf-8"))["report"]
+        return {**report, "cost": json.loads(cost.read_text("utf-8")) if cost.is_file() else {}}
+
+    def _job(self, case: Case, target: Path) -> Job:
+        return Job(
+            self._source,
+            self._options.model,
+            self._recipe(case, target),
+            self._calibration,
+            self._evaluation,
+            torch.device("cpu"),
+            self._reference,
+        )
+
+    def _recipe(self, case: Case, target: Path) -> Recipe:
+        if not case.recipe.startswith("auto="):
+            recipe = fixed_recipe(case.recipe, case.group, case.offsets)
+            return replace(recipe, method=METHODS[case.method])
+        like = fixed_recipe(case.recipe.removeprefix("auto="), case.group)
+        budget = make_plan(self._source.config, like).layers
+        found = sensitivities(
+            self._source, self._calibration, target, torch.device("cpu"), TimedProgress(case.name)
+        )
+        return replace(auto_recipe(found, budget, EMBEDDING), method=METHODS[case.method])
+
+
+def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a metric."""
+    described = {
+        "case": case.name,
+        "recipe": case.recipe,
+        "group": case.group,
+        "method": case.method or "ours",
+        "offsets": case.offsets,
+    }
+    rows = [make_row(described, m, unit, [report[m]], 0) for m, unit in METRICS]
+    growth = report["perplexity"] / report["source_perplexity"] - 1
+    rows.append(make_row(described, "perplexity_growth", "share", [growth], 0))
+    if "cpu" in report["cost"]:
+        rows.append(make_row(described, "convert_cpu", "s", [report["cost"]["cpu"]], 0))
+    return rows
+
+
+def table(reports: dict[str, dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| case | bits a weight | KL | perplexity | same first choice |",
+        "|---|---|---|---|---|",
+    ]
+    for name, report in reports.items():
+        growth = 100 * (report["perplexity"] / report["source_perplexity"] - 1)
+        lines.append(
+            f"| {name} | {report['bits_per_weight']:.3f} | {report['kl']:.4f} | "
+            f"{report['perplexity']:.2f} ({growth:+.1f} %) | {100 * report['top1']:.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure every case; the record is written after each, so that a stop loses nothing."""
+    options = build_parser().parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    options.work.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options)
+    switches = {k: str(v) for k, v in vars(options).items() if k not in ("cases", "note", "work")}
+    reports: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+    for case in options.cases:
+        reports[case.name] = bench.run(case)
+        rows += rows_of(case, reports[case.name])
+        write_record(make_record("quality", switches, rows, options.note), options.output)
+        print(table(reports), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""`deepinfer-sm86 quantize` and `eval` as a user types them, and what they say to mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_actor.load.checkpoint import open_checkpoint
+from engine_actor.load.tiny import write_tiny
+from serve_app.cli import main
+
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the sun. " * 80
+
+
+@pytest.fixture(autouse=True)
+def _same_threads():
+    """--threads sets torch's own number."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A tiny checkpoint and a text of some rows beside it."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    return write_tiny(tmp_path / "source", "qwen2", head_std=0.05)
+
+
+def run(*words: object) -> int:
+    """The command with small texts and one thread."""
+    return main([*map(str, words), "--threads", "1", "--device", "cpu"])
+
+
+def convert(source: Path, name: str, *words: object) -> int:
+    """quantize into a neighbour."""
+    text = source.parent / "text.txt"
+    target = source.parent / name
+    return run("quantize", source, target, "--text", text, "--calibration", text, *words)
+
+
+def test_quantize_prints_a_plan_then_a_report_and_eval_agrees(source, capsys):
+    assert convert(source, "out", "--recipe", "mixed", "--group", 32) == 0
+    out = capsys.readouterr().out
+    assert out.index("layers (mixed, ") < out.index("KV cache, at least") < out.index("is ready")
+    section = json.loads((source.parent / "out/config.json").read_text())["quantization_config"]
+    report = section["source"]["report"]
+    text = source.parent / "text.txt"
+    assert run("eval", source.parent / "out", "--source", source, "--text", text, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kl"] == pytest.approx(report["kl"], abs=2e-6)
+    assert found["perplexity"] == pytest.approx(report["perplexity"], rel=1e-5)
+    assert run("eval", source.parent / "out", "--text", text) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(str(source.parent / "out") + " (packed: 4 x W4 group 32, 4 x W3")
+    assert f"perplexity {found['perplexity']:.3f} over" in lines[1]
+
+
+def test_auto_fits_what_it_was_told_to_fit(source, capsys):
+    budget = 550 << 10
+    assert convert(source, "out", "--recipe", "auto", "--fit", f"{budget}") == 0
+    out = capsys.readouterr().out
+    made = open_checkpoint(source.parent / "out")
+    cache = 2 * 2 * 2 * 16 * 2 * 512
+    assert made.nbytes + cache <= budget
+    assert "budget" in out
+
+
+def test_four_bits_for_the_embedding_too(source):
+    assert convert(source, "out", "--embedding-bits", 4, "--offsets") == 0
+    weights = dict(open_checkpoint(source.parent / "out").weights())
+    assert weights["embed"].bits == weights["head"].bits == 4
+    assert weights["layers.0.o"].offsets is not None
+
+
+MISTAKES = [
+    (("--fit", "four"), "--fit four: not a size"),
+    (("--fit", "90KiB"), "the smallest recipe"),
+    (("--group", "0"), "--group 0: must be at least 1"),
+    (("--recipe", "auto", "--group", "64"), "chooses groups itself"),
+    (("--recipe", "auto", "--fit", "90KiB"), "the smallest recipe"),
+    (("--calibration", "/nowhere/text"), "/nowhere/text: cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("words", "reason"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_one_line_and_leaves_nothing(source, capsys, words, reason):
+    before = {path.name for path in source.parent.iterdir()}
+    assert convert(source, "out", *words) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert reason in error
+    assert {path.name for path in source.parent.iterdir()} == before
+
+
+def test_a_folder_that_is_there_is_not_overwritten(source, capsys):
+    (source.parent / "out").mkdir()
+    assert convert(source, "out") == 1
+    assert "is there already; nothing is overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04pickle", b"\xff" * 200, b"{}" * 50])
+def test_what_is_no_checkpoint_is_refused_in_one_line(source, capsys, content):
+    (source / "model.safetensors").write_bytes(content)
+    assert convert(source, "out") == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "model.safetensors" in errors[0]
+
+
+def test_a_source_with_another_tokenizer_gives_no_divergence(source, capsys):
+    other = write_tiny(source.parent / "other", "qwen2", vocab=320)
+    text = source.parent / "text.txt"
+    assert run("eval", source, "--source", other, "--text", text) == 1
+    assert "has another tokenizer or vocabulary" in capsys.readouterr().err
