@@ -126,6 +126,5 @@ class GemmAmpere:
 SHIPPED = tuple(
     tile.variant(bits, group, offsets)
     for tile in TILES
-    for bits in (4, 3)
-    for group, offsets in ((128, False), (32, True))
+    for bits, group, offsets in ((4, 128, False), (3, 32, True))
 )

@@ -17,13 +17,14 @@ constexpr int STRIPS = 1;  // of a warp
 constexpr int SUMMING_THREADS = 128 * CONSUMERS;
 #include "async_copy.cuh"
 #include "gemm_epilogue.cuh"
+#include "gemm_store.cuh"
 #include "hopper.cuh"
 #include "strip_transpose.cuh"
 
 constexpr int THREADS = SUMMING_THREADS + 128;
 constexpr int STAGE_BYTES = TILE_M * 128;
-constexpr int STEP_GROUPS = GROUP == 32 ? 2 : 1;
-static_assert(GROUP == 0 || GROUP == 32 || GROUP % 64 == 0);
+constexpr int HALF_SCALES = GROUP == 32 ? 4 : GROUP == 64 ? 2 : 1;  // groups in 128 columns
+static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP % 128 == 0);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -56,10 +57,32 @@ __device__ __forceinline__ void load_all(const Problem& p, const TensorMap* x, u
 
 // ---- the warpgroups that compute ----
 
-// A lane's packed weights of 256 columns, with the scales of its two rows side by side in a word.
+// A lane's packed weights of a chunk, 256 columns, and the scales of its two rows, two to a word.
+// They are read half a chunk at a time, spread over the steps so that the tensor cores never wait.
 struct Chunk {
     unsigned words[CHUNK_STEPS][BITS];
-    unsigned scales[CHUNK_STEPS][STEP_GROUPS][1 + OFFSETS];
+    unsigned scales[2][HALF_SCALES][1 + OFFSETS];
+};
+
+// Where the next chunk's weights lie.
+struct Source {
+    const uint4* words;     // of this lane
+    const __half* scales;   // of the lane's first row in the strip's first group
+    const __half* offsets;
+    int column;             // the chunk's first
+    bool is_half;           // its second half is past the strip's end: x is zero there
+
+    __device__ __forceinline__ Source(const Problem& p, int strip, int first_step) {
+        const int lane = threadIdx.x & 31;
+        constexpr int BLOCK_VECTORS = BITS == 4 ? 32 : 24;
+        words = reinterpret_cast<const uint4*>(p.weights) +
+                ((size_t)strip * p.blocks + first_step) * BLOCK_VECTORS + lane;
+        const size_t row = (size_t)strip * p.groups * 16 + (lane >> 2);
+        scales = p.scales + row;
+        offsets = p.offsets + row;
+        column = first_step * 64;
+        is_half = first_step + 2 >= p.blocks;
+    }
 };
 
 __device__ __forceinline__ unsigned load_rows(const __half* from) {
@@ -68,40 +91,44 @@ __device__ __forceinline__ unsigned load_rows(const __half* from) {
     return low | (unsigned)high << 16;
 }
 
-__device__ __forceinline__ void load_chunk(const Problem& p, int strip, int first_step, Chunk& c) {
-    const int lane = threadIdx.x & 31;
-    if constexpr (BITS == 4) {
-        const uint4* from =
-            reinterpret_cast<const uint4*>(p.weights) + (size_t)strip * p.blocks * 32;
+template <int HALF>
+__device__ __forceinline__ void load_scales(const Source& from, Chunk& c) {
+    const int column = from.column + (HALF == 0 || from.is_half ? 0 : 128);
+    const int group = GROUP == 0 ? 0 : column / max(GROUP, 1);
 #pragma unroll
-        for (int s = 0; s < CHUNK_STEPS; ++s) {
-            // Where K ends inside the chunk, x is zero and any block will do.
-            const uint4 v = __ldg(from + min(first_step + s, p.blocks - 1) * 32 + lane);
-            c.words[s][0] = v.x, c.words[s][1] = v.y, c.words[s][2] = v.z, c.words[s][3] = v.w;
-        }
-    } else {
-        const int chunks = p.blocks / CHUNK_STEPS;
-        const uint4* from = reinterpret_cast<const uint4*>(p.weights) +
-                            ((size_t)strip * chunks + first_step / CHUNK_STEPS) * 96 + lane;
-#pragma unroll
-        for (int plane = 0; plane < 3; ++plane) {
-            const uint4 v = __ldg(from + plane * 32);
-            c.words[0][plane] = v.x, c.words[1][plane] = v.y;
-            c.words[2][plane] = v.z, c.words[3][plane] = v.w;
-        }
-    }
-#pragma unroll
-    for (int s = 0; s < CHUNK_STEPS; ++s)
-#pragma unroll
-        for (int g = 0; g < STEP_GROUPS; ++g) {
-            const int column = (first_step + s) * 64 + g * 32;
-            const int group = GROUP == 0 ? 0 : min(column / max(GROUP, 1), p.groups - 1);
-            const size_t at = ((size_t)strip * p.groups + group) * 16 + (lane >> 2);
-            c.scales[s][g][0] = load_rows(p.scales + at);
+    for (int i = 0; i < HALF_SCALES; ++i) {
+        c.scales[HALF][i][0] = load_rows(from.scales + (group + i) * 16);
 #if OFFSETS
-            c.scales[s][g][1] = load_rows(p.offsets + at);
+        c.scales[HALF][i][1] = load_rows(from.offsets + (group + i) * 16);
 #endif
-        }
+    }
+}
+
+// W4: two blocks of 64 columns take the place of the two that were just used.
+template <int HALF>
+__device__ __forceinline__ void load_half(const Source& from, Chunk& c) {
+    load_scales<HALF>(from, c);
+    const uint4* words = from.words + (HALF == 0 || from.is_half ? 0 : 64);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+        const uint4 v = __ldg(words + s * 32);
+        unsigned(&to)[BITS] = c.words[2 * HALF + s];
+        to[0] = v.x, to[1] = v.y, to[2] = v.z, to[BITS - 1] = v.w;
+    }
+}
+
+// W3: a plane holds one word of each of the four blocks, so a chunk waits beside the one in use.
+template <int PLANE>
+__device__ __forceinline__ void load_plane(const Source& from, uint4 (&planes)[3]) {
+    planes[PLANE] = __ldg(from.words + PLANE * 32);
+}
+
+__device__ __forceinline__ void take_planes(const uint4 (&planes)[3], Chunk& c) {
+#pragma unroll
+    for (int plane = 0; plane < 3; ++plane) {
+        c.words[0][plane] = planes[plane].x, c.words[1][plane] = planes[plane].y;
+        c.words[2][plane] = planes[plane].z, c.words[3][plane] = planes[plane].w;
+    }
 }
 
 __device__ __forceinline__ gemm::Scales scales_of(const unsigned (&rows)[1 + OFFSETS]) {
@@ -115,16 +142,40 @@ __device__ __forceinline__ gemm::Scales scales_of(const unsigned (&rows)[1 + OFF
     return s;
 }
 
-__device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, unsigned full,
-                                            unsigned empty) {
+// Step S of a chunk into fp16 fragments; what it leaves room for is loaded from `next`.
+template <int S>
+__device__ __forceinline__ void unpack_step(Chunk& c, uint4 (&planes)[3], const Source& next,
+                                            unsigned (&a)[4][4]) {
+    constexpr int FIRST = HALF_SCALES * (S % 2) / 2;
+    constexpr int SECOND = HALF_SCALES == 4 ? FIRST + 1 : FIRST;
+    gemm::natural_fragments<BITS, OFFSETS != 0>(c.words[S], scales_of(c.scales[S / 2][FIRST]),
+                                                scales_of(c.scales[S / 2][SECOND]), a);
+    if constexpr (BITS == 4) {
+        if constexpr (S == 1) load_half<0>(next, c);
+        if constexpr (S == 3) load_half<1>(next, c);
+    } else {
+        if constexpr (S < 3) load_plane<S>(next, planes);
+        if constexpr (S == 1) load_scales<0>(next, c);
+        if constexpr (S == 3) load_scales<1>(next, c), take_planes(planes, c);
+    }
+}
+
+__device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, unsigned staging,
+                                            unsigned full, unsigned empty) {
     const int thread = threadIdx.x - 128, warp = thread >> 5;
-    const bool speaks = (threadIdx.x & 31) == 0;
     Turn turn;
-    Chunk now, next;
+    Chunk chunk;
+    uint4 planes[3];
     int index = blockIdx.x;
     if (index >= units_of(p)) return;
     Unit u = unit_at(p, index);
-    load_chunk(p, strip_of(p, u, warp), u.first_step, now);
+    const Source first(p, strip_of(p, u, warp), u.first_step);
+    if constexpr (BITS == 4) {
+        load_half<0>(first, chunk), load_half<1>(first, chunk);
+    } else {
+        load_plane<0>(first, planes), load_plane<1>(first, planes), load_plane<2>(first, planes);
+        load_scales<0>(first, chunk), load_scales<1>(first, chunk), take_planes(planes, chunk);
+    }
     while (true) {
         const int following = index + gridDim.x;
         const bool is_end = following >= units_of(p);
@@ -132,33 +183,37 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
         Sums sums = {};
         unsigned a[2][4][4];
         int before = 0;  // the stage that the products before these read
+        const auto multiply = [&](const unsigned(&fragments)[4][4], bool is_first) {
+            barrier_wait(full + turn.stage * 8, turn.parity);
+            products_begin();
+            const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
+#pragma unroll
+            for (int f = 0; f < 4; ++f) product(sums[0], fragments[f], b + 2 * f);
+            products_commit();
+            products_wait<1>();
+            if ((threadIdx.x & 31) == 0 && !is_first) barrier_arrive(empty + before * 8);
+            before = turn.stage;
+            turn.advance();
+        };
 #pragma unroll 1
         for (int step = 0; step < u.steps; step += CHUNK_STEPS) {
             const bool goes_on = step + CHUNK_STEPS < u.steps;
-            load_chunk(p, strip_of(p, goes_on ? u : after, warp),
-                       goes_on ? u.first_step + step + CHUNK_STEPS : after.first_step, next);
-#pragma unroll
-            for (int s = 0; s < CHUNK_STEPS; ++s) {
-                gemm::natural_fragments<BITS, OFFSETS != 0>(
-                    now.words[s], scales_of(now.scales[s][0]),
-                    scales_of(now.scales[s][STEP_GROUPS - 1]), a[s & 1]);
-                barrier_wait(full + turn.stage * 8, turn.parity);
-                products_begin();
-                const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
-#pragma unroll
-                for (int f = 0; f < 4; ++f) product(sums[0], a[s & 1][f], b + 2 * f);
-                products_commit();
-                products_wait<1>();
-                if (speaks && step + s > 0) barrier_arrive(empty + before * 8);
-                before = turn.stage;
-                turn.advance();
-            }
-            now = next;
+            const Source next(p, strip_of(p, goes_on ? u : after, warp),
+                              goes_on ? u.first_step + step + CHUNK_STEPS : after.first_step);
+            unpack_step<0>(chunk, planes, next, a[0]);
+            multiply(a[0], step == 0);
+            unpack_step<1>(chunk, planes, next, a[1]);
+            multiply(a[1], false);
+            unpack_step<2>(chunk, planes, next, a[0]);
+            multiply(a[0], false);
+            unpack_step<3>(chunk, planes, next, a[1]);
+            multiply(a[1], false);
         }
         products_wait<0>();
-        if (speaks) barrier_arrive(empty + before * 8);
+        if ((threadIdx.x & 31) == 0) barrier_arrive(empty + before * 8);
         if (p.splits == 1 || gather(p, u, sums, thread))
-            store_tile(p, u.strip + warp, u.row, sums);
+            store_through(staging + thread / 128 * STAGING_BYTES, p, u.strip + warp / 4 * 4, u.row,
+                          sums[0]);
         if (is_end) return;
         u = after;
         index = following;
@@ -191,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) strip_gemm_hopper(
         if (threadIdx.x == 0) load_all(p, &x, shared, full, empty);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        compute_all(p, shared, full, empty);
+        compute_all(p, shared, shared + STAGES * STAGE_BYTES, full, empty);
     }
 #endif
 }

@@ -81,7 +81,8 @@ class HopperTile:
             max_registers=65536 // (self.threads * self.blocks) // 8 * 8,  # before they move over
             max_shared_bytes=227 * 1024,
             threads=self.threads,
-            shared_bytes=self.stages * self.m * 128 + 1024,  # aligned to 1,024 bytes by the kernel
+            spill_bytes=16,  # a word of a unit's bookkeeping, at three computing warpgroups
+            shared_bytes=self.stages * self.m * 128 + 8192 * self.consumers + 1024,
             first_sm=SM,
         )
 
@@ -89,12 +90,14 @@ class HopperTile:
 WIDE = HopperTile(consumers=2, row_tiles=32, stages=6)
 SQUARE = HopperTile(consumers=2, row_tiles=16, stages=8)
 THREE = HopperTile(consumers=3, row_tiles=16, stages=8)
+SMALL = HopperTile(consumers=1, row_tiles=8, stages=8, blocks=2)
 TILES = {
-    WIDE: TileCost(WIDE.n, WIDE.m, 1, step=0.77, fixed=2.9, gather=1.5),
-    SQUARE: TileCost(SQUARE.n, SQUARE.m, 1, step=0.52, fixed=2.1, gather=0.9),
-    THREE: TileCost(THREE.n, THREE.m, 1, step=0.7, fixed=2.5, gather=1.3),
+    WIDE: TileCost(WIDE.n, WIDE.m, WIDE.blocks, step=0.68, fixed=2.3, gather=1.4),
+    SQUARE: TileCost(SQUARE.n, SQUARE.m, SQUARE.blocks, step=0.42, fixed=1.4, gather=0.75),
+    THREE: TileCost(THREE.n, THREE.m, THREE.blocks, step=0.58, fixed=1.5, gather=1.0),
+    SMALL: TileCost(SMALL.n, SMALL.m, SMALL.blocks, step=0.35, fixed=1.0, gather=0.5),
 }
-"""Costs in us on an H200, read off docs/results/prefill_gemm.json's shapes."""
+"""Costs in us on an H200 (docs/results/prefill_gemm.json)."""
 
 
 class GemmHopper:
@@ -119,6 +122,5 @@ class GemmHopper:
 SHIPPED = tuple(
     tile.variant(bits, group, offsets)
     for tile in TILES
-    for bits in (4, 3)
-    for group, offsets in ((128, False), (32, True))
+    for bits, group, offsets in ((4, 128, False), (3, 32, True))
 )
