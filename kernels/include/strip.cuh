@@ -1,0 +1,155 @@
+// What one lane of a warp reads of the strip layout (kernels/linear/strip.py) as mma operands.
+//
+// A code u whose lowest bit is bit b of a 16-bit half, under the exponent of 2^(10-b), is the fp16
+// number 2^(10-b) + u, exactly: one lop3 makes two codes of a word two such numbers, and one
+// subtraction of 2^(10-b) + 8 (or 4) makes them the signed codes. No integer is ever converted.
+//
+// The integer part compiles for the host as well; tests/kernels_build runs it against the packers.
+#pragma once
+
+#if defined(__CUDACC__)
+#define STRIP_INLINE __device__ __forceinline__
+#else
+#define STRIP_INLINE inline
+#endif
+
+namespace strip {
+
+constexpr int HEIGHT = 16;      // out-features of a strip
+constexpr int BLOCK = 64;     // columns whose codes a lane unpacks at once: four mma steps
+constexpr int PAIRS = 16;     // registers they become
+constexpr int LANES = 32;
+
+template <int WIDTH>
+struct Layout {
+    static constexpr int STEP = WIDTH == 4 ? 128 : 256;    // columns a kernel takes at a time
+    static constexpr int STEP_BLOCKS = STEP / BLOCK;
+    static constexpr int VECTORS = WIDTH == 4 ? 2 : 3;     // 16-byte vectors a lane reads for a step
+    static constexpr int WORDS = WIDTH == 4 ? 4 : 3;       // words of a block
+};
+
+STRIP_INLINE unsigned masked_or(unsigned word, unsigned mask, unsigned magic) {
+#if defined(__CUDA_ARCH__)
+    unsigned merged;  // 0xea is (a & b) | c; left to itself the compiler takes two instructions
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(merged) : "r"(word), "r"(mask), "r"(magic));
+    return merged;
+#else
+    return (word & mask) | magic;
+#endif
+}
+
+// The fp16 pair 2^(10-b) + middle by which pair `pair` of a block is too large.
+template <int WIDTH>
+STRIP_INLINE constexpr unsigned bias_of(int pair) {
+    if (WIDTH == 4) return pair % 2 ? 0x54805480u : 0x64086408u;  // 64 + 8, 1024 + 8
+    const int place = pair == PAIRS - 1 ? 0 : pair % 5;
+    return place == 4 ? 0x4d004d00u : place % 2 ? 0x58205820u : 0x64046404u;  // 16, 128, 1024 + 4
+}
+
+// Word j of a W4 block to the four biased pairs of mma step j.
+STRIP_INLINE void biased_word(unsigned word, int j, unsigned (&pairs)[PAIRS]) {
+    const unsigned high = word >> 8;
+    pairs[4 * j + 0] = masked_or(word, 0x000f000f, 0x64006400);
+    pairs[4 * j + 1] = masked_or(word, 0x00f000f0, 0x54005400);
+    pairs[4 * j + 2] = masked_or(high, 0x000f000f, 0x64006400);
+    pairs[4 * j + 3] = masked_or(high, 0x00f000f0, 0x54005400);
+}
+
+// The words of a block to 16 biased pairs.
+STRIP_INLINE void biased_pairs(const unsigned (&words)[4], unsigned (&pairs)[PAIRS]) {
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int j = 0; j < 4; ++j) biased_word(words[j], j, pairs);
+}
+
+STRIP_INLINE void biased_pairs(const unsigned (&words)[3], unsigned (&pairs)[PAIRS]) {
+    unsigned last = 0x64006400;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int plane = 0; plane < 3; ++plane) {
+        const unsigned low = words[plane], high = words[plane] >> 6;
+        unsigned* const five = pairs + 5 * plane;
+        five[0] = masked_or(low, 0x00070007, 0x64006400);
+        five[1] = masked_or(low, 0x00380038, 0x58005800);
+        five[2] = masked_or(high, 0x00070007, 0x64006400);
+        five[3] = masked_or(high, 0x00380038, 0x58005800);
+        five[4] = masked_or(high, 0x01c001c0, 0x4c004c00);
+        // The bits that five codes leave over in each word are the last pair's.
+        last = masked_or(words[plane] >> (15 - plane), 0x00010001u << plane, last);
+    }
+    pairs[PAIRS - 1] = last;
+}
+
+}  // namespace strip
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+
+namespace strip {
+
+STRIP_INLINE __half2 as_half2(unsigned pair) { return *reinterpret_cast<const __half2*>(&pair); }
+STRIP_INLINE unsigned as_word(__half2 pair) { return *reinterpret_cast<const unsigned*>(&pair); }
+
+// The words of block `block` among the vectors a lane read for a step.
+template <int WIDTH>
+STRIP_INLINE void words_of(const uint4 (&vectors)[Layout<WIDTH>::VECTORS], int block,
+                           unsigned (&words)[Layout<WIDTH>::WORDS]) {
+    if constexpr (WIDTH == 4) {
+        const uint4 v = vectors[block];
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    } else {
+#pragma unroll
+        for (int plane = 0; plane < 3; ++plane) {
+            const uint4 v = vectors[plane];
+            words[plane] = block == 0 ? v.x : block == 1 ? v.y : block == 2 ? v.z : v.w;
+        }
+    }
+}
+
+// Biased to signed codes: pairs[4 j .. 4 j + 3] is then the A fragment of mma step j.
+template <int WIDTH>
+STRIP_INLINE void unbias(unsigned (&pairs)[PAIRS]) {
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p)
+        pairs[p] = as_word(__hsub2(as_half2(pairs[p]), as_half2(bias_of<WIDTH>(p))));
+}
+
+// Scales and offsets of a lane's two rows, g and g + 8, in one group.
+struct RowScales {
+    __half2 scale[2], offset[2];
+};
+
+// Biased codes to weights, pairs FIRST .. LAST - 1: s q, or s q + o, rounded once from the exact
+// code. Even pairs are of row g, odd ones of row g + 8.
+template <int WIDTH, bool WITH_OFFSETS, int FIRST, int LAST>
+STRIP_INLINE void weigh(unsigned (&pairs)[PAIRS], const RowScales& rows) {
+#pragma unroll
+    for (int p = FIRST; p < LAST; ++p) {
+        const __half2 code = __hsub2(as_half2(pairs[p]), as_half2(bias_of<WIDTH>(p)));
+        pairs[p] = as_word(WITH_OFFSETS ? __hfma2(code, rows.scale[p % 2], rows.offset[p % 2])
+                                        : __hmul2(code, rows.scale[p % 2]));
+    }
+}
+
+// What happens to a finished sum, in this order: bias, residual, fp16.
+struct Epilogue {
+    const __half* bias;      // [N] or null
+    const __half* residual;  // [M, columns] or null
+    __half* y;               // [M, columns]
+    int columns;             // N, or N / 2 where gate and up become one
+
+    STRIP_INLINE float biased(int n, float sum) const {
+        return bias == nullptr ? sum : sum + __half2float(bias[n]);
+    }
+    STRIP_INLINE void store(int m, int column, float value) const {
+        const size_t at = static_cast<size_t>(m) * columns + column;
+        y[at] = __float2half_rn(residual == nullptr ? value : value + __half2float(residual[at]));
+    }
+};
+
+STRIP_INLINE float silu(float gate) { return gate / (1.0f + __expf(-gate)); }
+
+}  // namespace strip
+#endif

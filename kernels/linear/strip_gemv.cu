@@ -1,0 +1,295 @@
+// y = x W^T for up to 16 rows of x: the weights pass once, and that is what takes the time.
+//
+// A strip of 16 out-features is the A operand of mma.m16n8k16, rows of x its n side, so eight rows
+// cost what one costs. A block owns STRIPS strips, its warps take turns along K, UNROLL steps at a
+// time. Weights go from memory into the registers that unpack them, never through shared memory:
+// what is in flight is warps times UNROLL steps, and short code in many warps proved faster here
+// than a deep ring in few (docs/log.md). The warps' sums are added in the order of the warps, so
+// the same bits come out every time.
+//
+// Reads once: weights, scales, offsets. Reads through L1 and L2: x, once a block. Loses from 17
+// rows on (strip_batch.cu), and where N / 16 is far below the number of multiprocessors: a strip is
+// never shared between blocks.
+//
+// Defines: BITS 3 or 4. ROWS 8 or 16, rows of x there is room for. WARPS, STRIPS, UNROLL. PREFETCH
+// 1: the next turn's weights are asked for before this turn's are used. GROUP 32, 64 or 128 columns
+// a scale; 0 where a group is whole steps. OFFSETS 0 or 1. GATED 1: rows 0 .. 7 of each strip are
+// gates of its rows 8 .. 15, y = silu(gate) * up is half as wide. RAGGED 1: K is not whole steps.
+// RESIDENT blocks are to fit a multiprocessor.
+#include "strip.cuh"
+#include "tensor_core.cuh"
+
+namespace {
+
+using Packed = strip::Layout<BITS>;
+constexpr int TILES = ROWS / 8;                 // n sides of mma
+constexpr int SPAN_ROWS = strip::HEIGHT * STRIPS;
+constexpr int SUM_PITCH = SPAN_ROWS + 1;        // sums of a row of x, without bank conflicts
+constexpr int STEP_GROUPS = GROUP ? Packed::STEP / GROUP : 1;
+// A step of mma mixes columns of two groups of 32, but a lane's columns of a block lie in one: there
+// a lane's scales go onto its weights. They do for many rows too, where weights are fewer than sums.
+constexpr bool ON_WEIGHTS = GROUP == 32 || ROWS > 16;
+constexpr int BLOCKS_OF_GROUP = GROUP == 0 ? Packed::STEP_BLOCKS : GROUP == 128 ? 2 : 1;
+constexpr int LANE_GROUPS = Packed::STEP_BLOCKS / BLOCKS_OF_GROUP;
+
+// Where a lane finds its part of the weights. Pointers are moved along, never computed anew.
+struct Source {
+    const uint4* words[STRIPS];
+    const __half* scales[STRIPS];
+    const __half* offsets[STRIPS];
+
+    __device__ __forceinline__ void skip(int steps) {
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s) {
+            words[s] += steps * (Packed::VECTORS * strip::LANES);
+            if (GROUP == 0) continue;
+            scales[s] += steps * (STEP_GROUPS * strip::HEIGHT);
+            if (OFFSETS) offsets[s] += steps * (STEP_GROUPS * strip::HEIGHT);
+        }
+    }
+};
+
+// What a lane holds of one step: its vectors, and scales and offsets of rows g and g + 8.
+struct Step {
+    uint4 vectors[STRIPS][Packed::VECTORS];
+    __half scales[STRIPS][LANE_GROUPS][2];
+    __half offsets[STRIPS][LANE_GROUPS][2];
+};
+
+__device__ __forceinline__ uint4 load_vector(const uint4* from) {
+    unsigned v[4];
+    load_once<16>(from, v);
+    return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+// The step `ahead` of where the source points; `group` where a group is whole steps.
+__device__ __forceinline__ void load_step(Step& to, const Source& from, int ahead, int group) {
+    const int first = (GROUP ? ahead * STEP_GROUPS : group) * strip::HEIGHT;
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s) {
+        const uint4* vectors = from.words[s] + ahead * (Packed::VECTORS * strip::LANES);
+#pragma unroll
+        for (int v = 0; v < Packed::VECTORS; ++v)
+            to.vectors[s][v] = load_vector(vectors + v * strip::LANES);
+        const __half* scales = from.scales[s] + first;
+        const __half* offsets = from.offsets[s] + first;
+#pragma unroll
+        for (int i = 0; i < LANE_GROUPS; ++i)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int at = i * (GROUP == 32 ? 2 : 1) * strip::HEIGHT + 8 * h;
+                to.scales[s][i][h] = __ldg(scales + at);
+                if (OFFSETS) to.offsets[s][i][h] = __ldg(offsets + at);
+            }
+    }
+}
+
+// 16 columns of a row of x, this lane's B fragments: step j of mma takes words 2 j and 2 j + 1.
+struct Columns {
+    unsigned words[8];
+};
+
+// `there`: how many of the columns x has; none of a row that it lacks. The rest is zero.
+__device__ __forceinline__ Columns load_columns(const __half* from, int there) {
+    Columns got;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (8 * half < there) v = *reinterpret_cast<const uint4*>(from + 8 * half);
+        got.words[4 * half + 0] = v.x, got.words[4 * half + 1] = v.y;
+        got.words[4 * half + 2] = v.z, got.words[4 * half + 3] = v.w;
+    }
+    return got;
+}
+
+using Sums = float[STRIPS][TILES][4];
+
+// sums += scale * products + offset * (sum of x over the group); the two rows of a lane differ.
+__device__ __forceinline__ void add_group(Sums& sums, const Sums& products,
+                                          const float (&x_sums)[TILES][4], const Step& of,
+                                          int group) {
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int b = 0; b < TILES; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sums[s][b][i] += products[s][b][i] * __half2float(of.scales[s][group][i / 2]);
+                if (OFFSETS)
+                    sums[s][b][i] += x_sums[b][i] * __half2float(of.offsets[s][group][i / 2]);
+            }
+}
+
+// A strip's block of columns to the A operands of four mma steps.
+__device__ __forceinline__ void unpack_block(const Step& of, int s, int block,
+                                             unsigned (&pairs)[strip::PAIRS]) {
+    unsigned words[Packed::WORDS];
+    strip::words_of<BITS>(of.vectors[s], block, words);
+    strip::biased_pairs(words, pairs);
+    if constexpr (ON_WEIGHTS) {
+        const auto both = [](__half value) { return __half2half2(value); };
+        constexpr int per_group = BLOCKS_OF_GROUP;
+        const __half* scale = of.scales[s][block / per_group];
+        strip::RowScales rows = {{both(scale[0]), both(scale[1])}, {}};
+        if (OFFSETS) {
+            rows.offset[0] = both(of.offsets[s][block / per_group][0]);
+            rows.offset[1] = both(of.offsets[s][block / per_group][1]);
+        }
+        strip::weigh<BITS, OFFSETS != 0, 0, strip::PAIRS>(pairs, rows);
+    } else {
+        strip::unbias<BITS>(pairs);
+    }
+}
+
+// sums += W x for one step. x: this lane's columns of the step in row g, of which `there` exist.
+__device__ __forceinline__ void multiply_step(Sums& sums, const Step& of, const __half* x,
+                                              int row_pitch, const int (&there)[TILES]) {
+    Sums products;
+    float x_sums[TILES][4];
+#pragma unroll
+    for (int block = 0; block < Packed::STEP_BLOCKS; ++block) {
+        if (block % BLOCKS_OF_GROUP == 0) {
+#pragma unroll
+            for (int b = 0; b < TILES; ++b)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    x_sums[b][i] = 0.0f;
+#pragma unroll
+                    for (int s = 0; s < STRIPS; ++s) products[s][b][i] = 0.0f;
+                }
+        }
+        Columns columns[TILES];
+#pragma unroll
+        for (int b = 0; b < TILES; ++b)
+            columns[b] = load_columns(x + 8 * b * row_pitch + block * strip::BLOCK,
+                                      there[b] - block * strip::BLOCK);
+#pragma unroll
+        for (int s = 0; s < STRIPS; ++s) {
+            unsigned pairs[strip::PAIRS];
+            unpack_block(of, s, block, pairs);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const unsigned of_w[4] = {pairs[4 * j], pairs[4 * j + 1], pairs[4 * j + 2],
+                                          pairs[4 * j + 3]};
+#pragma unroll
+                for (int b = 0; b < TILES; ++b) {
+                    const unsigned of_x[2] = {columns[b].words[2 * j], columns[b].words[2 * j + 1]};
+                    mma_half(ON_WEIGHTS ? sums[s][b] : products[s][b], of_w, of_x);
+                    if (OFFSETS && !ON_WEIGHTS && s == 0) {
+                        // A matrix of ones: every row of the product is the sum of the columns.
+                        const unsigned ones[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
+                        mma_half(x_sums[b], ones, of_x);
+                    }
+                }
+            }
+        }
+        if (!ON_WEIGHTS && (block + 1) % BLOCKS_OF_GROUP == 0)
+            add_group(sums, products, x_sums, of, block / BLOCKS_OF_GROUP);
+    }
+}
+
+__device__ __forceinline__ void leave(const Sums& sums, float* partial, int lane) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s)
+#pragma unroll
+        for (int b = 0; b < TILES; ++b)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int m = 8 * b + 2 * t + i % 2, n = strip::HEIGHT * s + g + 8 * (i / 2);
+                partial[m * SUM_PITCH + n] = sums[s][b][i];
+            }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __restrict__ scales,
+           const __half* __restrict__ offsets, const __half* __restrict__ bias,
+           const __half* residual, __half* y, int rows, int out_features, int in_features,
+           int steps, int groups, int steps_per_group) {
+    allow_next();
+    __shared__ float partials[WARPS][ROWS * SUM_PITCH];
+    const int lane = threadIdx.x % strip::LANES, warp = threadIdx.x / strip::LANES;
+    const int g = lane / 4, column = lane % 4 * 16;
+    const int last_strip = (out_features - 1) / strip::HEIGHT;
+    Source source;
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s) {
+        // The last block may reach past the last strip: it reads that one again, and stores nothing.
+        const size_t at = min(static_cast<int>(blockIdx.x) * STRIPS + s, last_strip);
+        source.words[s] = words + at * steps * (Packed::VECTORS * strip::LANES) + lane;
+        const size_t row = at * groups * strip::HEIGHT + g +
+                           (GROUP == 32 ? lane % 4 / 2 * strip::HEIGHT : 0);
+        source.scales[s] = scales + row;
+        source.offsets[s] = offsets + row;
+    }
+    constexpr int TURN = WARPS * UNROLL;
+    source.skip(warp * UNROLL);
+    const auto load_turn = [&](Step(&to)[UNROLL], int first) {
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            if (first + u < steps)
+                load_step(to[u], source, u, GROUP ? 0 : (first + u) / steps_per_group);
+        source.skip(TURN);
+    };
+
+    Sums sums = {};
+    const __half* x_at = x + static_cast<size_t>(g) * in_features + column +
+                         warp * UNROLL * Packed::STEP;
+    const auto multiply_turn = [&](const Step(&of)[UNROLL], int first) {
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            if (first + u >= steps) break;
+            int there[TILES];
+#pragma unroll
+            for (int b = 0; b < TILES; ++b) {
+                const int left = in_features - (first + u) * Packed::STEP - column;
+                there[b] = 8 * b + g >= rows ? 0 : RAGGED ? left : Packed::STEP;
+            }
+            multiply_step(sums, of[u], x_at + u * Packed::STEP, in_features, there);
+        }
+        x_at += TURN * Packed::STEP;
+    };
+
+    Step now[UNROLL];
+    int first = warp * UNROLL;
+    load_turn(now, first);
+    // Weights never come from the kernel before; x, residual and the room for y may.
+    wait_for_previous();
+    if (PREFETCH) {
+        for (; first < steps; first += TURN) {
+            Step next[UNROLL];
+            load_turn(next, first + TURN);
+            multiply_turn(now, first);
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) now[u] = next[u];
+        }
+    } else {
+        while (first < steps) {
+            multiply_turn(now, first);
+            first += TURN;
+            load_turn(now, first);
+        }
+    }
+    leave(sums, partials[warp], lane);
+    __syncthreads();
+
+    const auto total = [&](int place) {
+        float sum = partials[0][place];
+#pragma unroll
+        for (int w = 1; w < WARPS; ++w) sum += partials[w][place];
+        return sum;
+    };
+    const strip::Epilogue epilogue{bias, residual, y, GATED ? out_features / 2 : out_features};
+    constexpr int OUT = GATED ? SPAN_ROWS / 2 : SPAN_ROWS;
+    for (int i = threadIdx.x; i < OUT * rows; i += 32 * WARPS) {
+        const int m = i / OUT, out = i % OUT;
+        const int n = GATED ? out / 8 * strip::HEIGHT + out % 8 : out;
+        const int row = blockIdx.x * SPAN_ROWS + n;
+        if (row >= out_features) continue;
+        float value = epilogue.biased(row, total(m * SUM_PITCH + n));
+        if (GATED) value = strip::silu(value) * epilogue.biased(row + 8, total(m * SUM_PITCH + n + 8));
+        epilogue.store(m, blockIdx.x * OUT + out, value);
+    }
+}

@@ -1,0 +1,135 @@
+"""One to 16 rows of x through W3 and W4 strips: the decode GEMV.
+
+Owns the shapes of a block, the grid and the launch of strip_gemv.cu. Knows no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kernels.jit.kernel import CudaSource, Kernel, Variant
+from kernels.linear.strip import GROUPS, STEP_COLUMNS, STRIP_ROWS, StripWeights
+
+SOURCE = CudaSource("linear/strip_gemv.cu")
+ENTRY = "strip_gemv"
+MOST_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """A block's shape. rows: of x there is room for, 8 or 16. warps take turns along K, unroll
+    steps at a time; strips: of a block, side by side, sharing x. prefetch: the next turn is asked
+    for before this one is used. resident: blocks that the compiler leaves registers for.
+    """
+
+    rows: int
+    warps: int
+    unroll: int
+    strips: int = 1
+    prefetch: bool = False
+    resident: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Static shared memory: the warps' sums."""
+        return self.warps * self.rows * (STRIP_ROWS * self.strips + 1) * 4
+
+    def grid(self, strips: int) -> int:
+        """Blocks for so many strips."""
+        return -(-strips // self.strips)
+
+    def variant(
+        self, bits: int, group: int, offsets: bool, gated: bool = False, ragged: bool = False
+    ) -> Variant:
+        """The compiled kernel for one kind of weights, with its budget. group: as group_define().
+        ragged: K is not whole steps.
+        """
+        defines = {
+            "BITS": bits,
+            "ROWS": self.rows,
+            "WARPS": self.warps,
+            "UNROLL": self.unroll,
+            "STRIPS": self.strips,
+            "PREFETCH": int(self.prefetch),
+            "GROUP": group,
+            "OFFSETS": int(offsets),
+            "GATED": int(gated),
+            "RAGGED": int(ragged),
+            "RESIDENT": self.resident,
+        }
+        return Variant(
+            SOURCE,
+            ENTRY,
+            defines,
+            max_registers=min(255, 65536 // (self.threads * self.resident) // 8 * 8),
+            max_shared_bytes=self.shared_bytes,
+            threads=self.threads,
+        )
+
+
+def group_define(weights: StripWeights) -> int:
+    """The group where it is smaller than a step or equal to one of W4, else 0: whole steps."""
+    return weights.group if weights.group in GROUPS else 0
+
+
+def steps_of_group(weights: StripWeights) -> int:
+    """How many steps share a scale, where a group is whole steps; 1 otherwise."""
+    return max(1, weights.group // STEP_COLUMNS[weights.bits])
+
+
+def step_bytes(bits: int, group: int, offsets: bool, strips: int) -> int:
+    """Shared memory of one step of `strips` strips (strip_step.cuh)."""
+    columns = STEP_COLUMNS[bits]
+    scales = (columns // group if group else 1) * STRIP_ROWS * 2
+    return strips * (STRIP_ROWS * columns * bits // 8 + scales * (2 if offsets else 1))
+
+
+@cache
+def gemv_kernel(
+    tile: GemvTile, bits: int, group: int, offsets: bool, gated: bool, ragged: bool
+) -> Kernel:
+    """One Kernel object a variant: it holds what was loaded."""
+    return tile.variant(bits, group, offsets, gated, ragged).kernel()
+
+
+def launch_gemv(
+    tile: GemvTile,
+    weights: StripWeights,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    *,
+    gated: bool,
+    launch_dependents: bool,
+) -> None:
+    """y = x @ W.T + bias + residual, or silu(gate) * up. x [M, K] fp16, M <= tile.rows, columns in
+    stored order, K a multiple of 8. y and residual fp16 [M, N] (gated: [M, N / 2]).
+    """
+    group, offsets = group_define(weights), weights.offsets is not None
+    ragged = x.shape[1] != weights.padded_columns
+    gemv_kernel(tile, weights.bits, group, offsets, gated, ragged).launch(
+        (tile.grid(weights.strips), 1, 1),
+        (tile.threads, 1, 1),
+        x,
+        weights.words,
+        weights.scales,
+        weights.offsets,
+        weights.bias,
+        residual,
+        y,
+        x.shape[0],
+        weights.out_features,
+        x.shape[1],
+        weights.steps,
+        weights.scales.shape[1],
+        steps_of_group(weights),
+        launch_dependents=launch_dependents,
+    )
