@@ -79,6 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--note", action="append", default=[])
+    parser.add_argument(
+        "--quoted", type=Path, help="figures of another run: JSON with res: [{name, bpw, ppl, kl}]"
+    )
     return parser
 
 
@@ -155,6 +158,16 @@ def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def quoted_rows(path: Path) -> list[dict[str, Any]]:
+    """Figures of another run, labelled as such; its texts may be others."""
+    rows = []
+    for found in json.loads(path.read_text(encoding="utf-8"))["res"]:
+        described = {"case": found["name"], "recipe": "", "method": "plain GPTQ, other run"}
+        for metric, key in (("kl", "kl"), ("perplexity", "ppl"), ("bits_per_weight", "bpw")):
+            rows.append(make_row(described, metric, "", [found[key]], 0))
+    return rows
+
+
 def table(reports: dict[str, dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
@@ -178,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench = Bench(options)
     switches = {k: str(v) for k, v in vars(options).items() if k not in ("cases", "note", "work")}
     reports: dict[str, dict[str, Any]] = {}
-    rows: list[dict[str, Any]] = []
+    rows = [] if options.quoted is None else quoted_rows(options.quoted)
     for case in options.cases:
         reports[case.name] = bench.run(case)
         rows += rows_of(case, reports[case.name])

@@ -1,0 +1,56 @@
+"""The quality bench on a tiny model: every case once, a record that validates, a picture of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import bench_quality
+import plot_quality
+from engine_actor.load.tiny import write_tiny
+from results import validate
+
+
+@pytest.fixture(autouse=True)
+def _same_threads():
+    """--threads sets torch's own number."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("text", ["w4", "w4:x", "w4:64:best", "auto"])
+def test_what_is_no_case_is_refused(text):
+    with pytest.raises(ValueError, match="is not RECIPE:GROUP"):
+        bench_quality.Case.parse(text)
+
+
+def test_every_case_is_measured_once_and_ends_in_the_record(tmp_path):
+    model = write_tiny(tmp_path / "model", hidden_size=64, head_std=0.05)
+    (tmp_path / "text.txt").write_text("A text of words, and of more words. " * 120)
+    (tmp_path / "other.json").write_text(
+        json.dumps({"res": [{"name": "W4 g64", "bpw": 4.25, "ppl": 22.4, "kl": 0.09}]})
+    )
+    output = tmp_path / "quality.json"
+    text, work = str(tmp_path / "text.txt"), str(tmp_path / "work")
+    words = ["--model", str(model), "--calibration", text, "--text", text, "--text", text]
+    words += ["--rows", "1", "--work", work, "--output", str(output)]
+    words += ["--quoted", str(tmp_path / "other.json"), "w3:32", "w3:32:rtn", "auto=w3:32"]
+    assert bench_quality.main(words) == 0
+    record = json.loads(output.read_text())
+    validate(record)
+    kl = {r["case"]["case"]: r["median"] for r in record["rows"] if r["metric"] == "kl"}
+    assert kl["W4 g64"] == 0.09
+    assert set(kl) == {"W4 g64", "w3:32", "w3:32:rtn", "auto=w3:32"}
+    assert kl["w3:32"] < kl["w3:32:rtn"]
+    bits = {
+        r["case"]["case"]: r["median"] for r in record["rows"] if r["metric"] == "bits_per_weight"
+    }
+    assert bits["auto=w3:32"] <= bits["w3:32"]
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").glob("*/config.json")}
+    assert bench_quality.main(words) == 0
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+    plot_quality.plot(record, tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
