@@ -69,6 +69,7 @@ def build_engine(args: AppArgs, folder: Path, name: str = "engine-0") -> Engine:
     engine = Engine(config, facts, runner, sampler)
     warm_up(runner, config)
     LOGGER.info("%s serves %s (%s) on %s", name, facts.model, facts.weights, facts.device)
+    LOGGER.info("layers: %s", facts.layer_kernels)
     return engine
 
 
@@ -163,6 +164,7 @@ def _facts(
         numerics=config.numerics,
         fingerprint=checkpoint.fingerprint,
         eos_token_ids=tuple(sorted(checkpoint.eos_token_ids)),
+        layer_kernels=runner.layer_kernels,
     )
 
 

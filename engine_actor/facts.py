@@ -29,6 +29,7 @@ class EngineFacts:
     numerics: str = "fast"
     fingerprint: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    layer_kernels: str = ""
 
 
 def scheduler_limits(config: EngineConfig, facts: EngineFacts) -> SchedulerLimits:

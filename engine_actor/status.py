@@ -57,6 +57,7 @@ def _model(engine: Engine) -> dict[str, Any]:
         "weights": facts.weights,
         "numerics": facts.numerics,
         "device": facts.device,
+        "layer_kernels": facts.layer_kernels,
         "fingerprint": facts.fingerprint,
         "vocab_size": facts.vocab_size,
         "max_model_len": facts.max_model_len,

@@ -29,6 +29,7 @@ from cpu_peers import (
 from results import make_record, make_row, write_record
 
 OURS = "deepinfer-sm86"
+TWIN = "deepinfer-sm86, torch's kernels"
 LLAMA = "llama.cpp"
 DENSE = ("transformers-bf16", "transformers-fp32")
 
@@ -57,6 +58,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill-chunk-tokens", type=int, default=512)
     parser.add_argument("--dense-prefill-copy", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("--numerics", choices=["fast", "exact"], default="fast")
+    parser.add_argument("--native-kernels", choices=["auto", "off"], default="auto")
+    parser.add_argument(
+        "--torch-twin", action="store_true", help="also our engine with native_kernels: off"
+    )
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--no-llama", action="store_true")
     parser.add_argument("--llama-packages", type=Path, help="folder with node-llama-cpp; else npm")
@@ -91,6 +96,7 @@ def ratios(found: Measured, prompt: int) -> dict[str, list[float]]:
     pairs = {
         "decode, one stream, over llama.cpp": (one, found.get((LLAMA, "decode", 1))),
         "decode, one stream, over the better of transformers": (one, _best_of(dense)),
+        "decode, one stream, over torch's kernels": (one, found.get((TWIN, "decode", 1))),
         "prefill over llama.cpp": (
             found.get((OURS, "prefill", prompt), []),
             found.get((LLAMA, "prefill", prompt)),
@@ -148,11 +154,15 @@ def build_peers(args: argparse.Namespace, work: Path) -> tuple[list[Peer], dict[
         "prefill_chunk_tokens": args.prefill_chunk_tokens,
         "dense_prefill_copy": args.dense_prefill_copy,
         "numerics": args.numerics,
+        "native_kernels": args.native_kernels,
     }
     engine, switches = build_our_engine(cache_dir, settings, args.wheel)
     threads = torch.get_num_threads()
     vocab_size = engine.facts.vocab_size
     peers: list[Peer] = [OurEngine(engine, Prompts(vocab_size))]
+    if args.torch_twin:
+        twin, _ = build_our_engine(cache_dir, settings | {"native_kernels": "off"}, args.wheel)
+        peers.append(OurEngine(twin, Prompts(vocab_size), TWIN))
     if not args.no_transformers:
         peers += [
             TransformersPeer(folder, dtype, Prompts(vocab_size)) for dtype in ("bf16", "fp32")

@@ -35,7 +35,7 @@ class ModelRunner:
         kv: KVStore,
         device: torch.device,
         vocab_size: int,
-        native: NativeForward | None = None,
+        native: NativeForward | str = "not asked for",
     ) -> None:
         self.config = config
         self.n_layers = config.n_layers
@@ -48,7 +48,8 @@ class ModelRunner:
         self.op_set = op_set
         self._rotary = Rotary(config, device)
         self._layout = ops.HeadLayout(config.n_heads, config.n_kv_heads, config.head_dim**-0.5)
-        self._native = native
+        self._native = native if isinstance(native, NativeForward) else None
+        self.layer_kernels = f"op by op ({native})" if isinstance(native, str) else str(native)
         self._plans: list[tuple[BatchInputs, StepTensors]] = []
 
     @torch.inference_mode()

@@ -23,6 +23,10 @@ class NativeForward:
         self._layers = layers
         self._most_rows = most_rows
 
+    def __str__(self) -> str:
+        """For /v1/status and the log."""
+        return f"compiled layers up to {self._most_rows} rows, op by op beyond"
+
     def takes(self, rows: int) -> bool:
         """Whether so many rows are better off here."""
         return rows <= self._most_rows

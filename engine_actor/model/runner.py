@@ -6,7 +6,6 @@ copy can be streamed through.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -24,7 +23,6 @@ from engine_actor.model.precision import Precision, choose_precision
 
 __all__ = ["ModelRunner", "Weight", "build_runner"]
 
-LOGGER = logging.getLogger(__name__)
 Weight = torch.Tensor | ops.DenseLinear | ops.PackedLinear
 LINEARS = frozenset({"qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down"})
 NORMS = frozenset({"attn_norm", "mlp_norm", "q_norm", "k_norm"})
@@ -146,18 +144,18 @@ def build_runner(
     )
 
 
-def _native_forward(parts: _Parts, block_tokens: int) -> NativeForward | None:
-    """Where the policy allows it and every part fits it."""
+def _native_forward(parts: _Parts, block_tokens: int) -> NativeForward | str:
+    """Where the policy allows it and every part fits it; else why not."""
     precision = parts.precision
-    if not precision.linears.native or precision.device.type != "cpu":
-        return None
-    found = build_native_forward(
+    if precision.device.type != "cpu":
+        return "on a GPU"
+    if precision.linears.exact:
+        return "numerics: exact"
+    if not precision.linears.native:
+        return "native_kernels: off"
+    return build_native_forward(
         parts.config, parts.linears, parts.norms, precision.kv_dtype, block_tokens
     )
-    if isinstance(found, str):
-        LOGGER.info("layers run op by op: %s", found)
-        return None
-    return found
 
 
 def _op_set(config: ModelConfig, precision: Precision, block_tokens: int) -> ops.OpSet:

@@ -66,25 +66,35 @@ def lay_out(layer: PackedLinear) -> NativeWeights:
     codes = torch.nn.functional.pad(codes, (0, -k % BLOCK, 0, -n % LANES))
     blocks = codes.shape[1] // BLOCK
     per_group = max(1, min(blocks, layer.group_size // BLOCK)) if layer.group_size < k else blocks
-    kind, values = _heads(layer, middle)
+    kind, values, middle = _heads(layer, middle)
     heads = torch.stack([_by_strip(v, n) for v in values], dim=2).flatten(2).view(torch.uint8)
     body = _blocks_of_4(codes) if bits == 4 else _blocks_of_8(codes)
     strips = WEIGHTS.place(_joined(heads, body, per_group))
     return NativeWeights(strips, bits, kind, per_group, middle)
 
 
-def _heads(layer: PackedLinear, middle: int) -> tuple[int, list[torch.Tensor]]:
-    """Kind, and the f16 [N, G] values in front of every group. With unsigned codes u = q + middle:
-    w = s * (u - middle), w = s * (u - (z + middle)) or w = s * u + (o - s * middle).
+def _heads(layer: PackedLinear, middle: int) -> tuple[int, list[torch.Tensor], int]:
+    """Kind, the f16 [N, G] values in front of every group, and what the kernel subtracts. With
+    unsigned codes u = q + middle: w = s * (u - middle), w = s * (u - (z + middle)), and
+    w = s * (u - middle) + o or w = s * u + (o - s * middle), whichever offset f16 holds better: the
+    second is the minimum of an imported Q4_1 block, the first any f16 offset of ours.
     """
+    scales = layer.scales.half()
     if layer.zeros is not None:
-        return ZEROS, [layer.scales.half(), (layer.zeros.float() + middle).half()]
+        return ZEROS, [scales, (layer.zeros.float() + middle).half()], middle
     if layer.offsets is None:
-        return SYMMETRIC, [layer.scales.half()]
-    offsets = layer.offsets.float() - layer.scales.float() * middle
-    if offsets.numel() and not float(offsets.abs().max()) <= HALF_MAX:
+        return SYMMETRIC, [scales], middle
+    offsets = layer.offsets.float()
+    minima = offsets - layer.scales.float() * middle
+    chosen = min((minima, 0), (offsets, middle), key=lambda pair: _rounding(pair[0]))
+    if not _rounding(chosen[0]) < HALF_MAX:
         raise ValueError("an offset is larger than fp16 can hold")
-    return OFFSETS, [layer.scales.half(), offsets.half()]
+    return OFFSETS, [scales, chosen[0].half()], chosen[1]
+
+
+def _rounding(values: torch.Tensor) -> float:
+    """Largest error of values as f16; infinite where one does not fit."""
+    return float((values.half().float() - values).abs().max()) if values.numel() else 0.0
 
 
 def _by_strip(values: torch.Tensor, n: int) -> torch.Tensor:

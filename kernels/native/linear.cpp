@@ -109,8 +109,10 @@ void strip_product(const Linear &layer, const uint8_t *at, const Part *parts, fl
                 const Floats xs = _mm256_set1_ps(parts[r].scales[block]);
                 const Floats xsum = _mm256_set1_ps(parts[r].sums[block]);
                 if constexpr (KIND == OFFSETS) {
-                    const Floats both = _mm256_fmadd_ps(scale, dot, _mm256_mul_ps(second, xsum));
-                    totals[r] = _mm256_fmadd_ps(xs, both, totals[r]);
+                    const Floats centred = _mm256_fnmadd_ps(middle, xsum, dot);
+                    const Floats offset = _mm256_mul_ps(second, xsum);
+                    totals[r] = _mm256_fmadd_ps(
+                        xs, _mm256_fmadd_ps(scale, centred, offset), totals[r]);
                 } else {
                     const Floats both = _mm256_fnmadd_ps(second, xsum, dot);
                     totals[r] = _mm256_fmadd_ps(_mm256_mul_ps(xs, scale), both, totals[r]);
@@ -170,13 +172,13 @@ template <int BITS, int KIND>
 void row_product(const Linear &layer, const uint8_t *at, const Part &part, float *out) {
     constexpr int BYTES = BLOCK * LANES * BITS / 8;
     const int64_t blocks = layer.blocks();
+    const float middle = static_cast<float>(layer.middle);
     float totals[LANES] = {};
     for (int64_t block = 0; block < blocks;) {
         float scale[LANES], second[LANES];
         for (int l = 0; l < LANES; ++l) {
             scale[l] = half(at + 2 * l);
-            second[l] = KIND == SYMMETRIC ? static_cast<float>(layer.middle)
-                                          : half(at + 16 + 2 * l);
+            second[l] = KIND == SYMMETRIC ? middle : half(at + 16 + 2 * l);
         }
         at += KIND == SYMMETRIC ? 16 : 32;
         const int64_t end = std::min(blocks, block + layer.blocks_per_group);
@@ -187,7 +189,7 @@ void row_product(const Linear &layer, const uint8_t *at, const Part &part, float
             for (int l = 0; l < LANES; ++l) {
                 const float dot = static_cast<float>(sums[l]);
                 if constexpr (KIND == OFFSETS) {
-                    totals[l] += xs * (scale[l] * dot + second[l] * xsum);
+                    totals[l] += xs * (scale[l] * (dot - middle * xsum) + second[l] * xsum);
                 } else {
                     totals[l] += xs * scale[l] * (dot - second[l] * xsum);
                 }

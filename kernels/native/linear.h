@@ -29,7 +29,7 @@ struct Linear {
     int32_t bits;              // 4 or 8
     int32_t kind;              // Kind
     int32_t blocks_per_group;  // blocks of 32 columns that share a scale of the weights
-    int32_t middle;            // SYMMETRIC: what is subtracted from every stored code
+    int32_t middle;            // what is subtracted from every stored code; ZEROS hold it already
 
     int64_t blocks() const { return (k + BLOCK - 1) / BLOCK; }
     int64_t strips() const { return (n + LANES - 1) / LANES; }

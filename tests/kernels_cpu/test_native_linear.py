@@ -51,7 +51,7 @@ def rows(m: int, k: int, seed: int = 1) -> torch.Tensor:
 
 def bound(x: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
     """Largest error of y by the kernel's rules: half a step of x in each block of 32 stored
-    columns, an offset rounded to fp16 once the codes are unsigned, and fp32 sums.
+    columns, and fp32 sums.
     """
     weight = dequantise(layer).abs()
     order = torch.arange(layer.in_features) if layer.perm is None else layer.perm.long()
@@ -61,13 +61,8 @@ def bound(x: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
     step = stored_x.amax(-1) / CODE_MAX
     by_block = stored_w.view(len(weight), -1, 32).sum(-1)
     rounding = 0.5 * step @ by_block.T
-    if layer.offsets is not None:
-        middle = 0 if layer.bits == 8 else 1 << (layer.bits - 1)
-        size = layer.offsets.float().abs() + middle * layer.scales.float().abs()
-        wide = size.repeat_interleave(layer.group_size, 1)[:, : layer.in_features]
-        rounding += x[:, order].abs() @ wide.T * 2.0**-11
     # Unsigned codes are sums of larger terms than the weights: 16 steps at most.
-    scale = layer.scales.float().abs().amax(1) * 32 + weight.amax(1)
+    scale = layer.scales.float().abs().amax(1) * (32 if layer.bits < 8 else 256) + weight.amax(1)
     sums = x.abs().sum(1, keepdim=True) * scale * 2.0**-23 * math.sqrt(layer.in_features)
     return rounding + sums + 1e-6
 
@@ -155,6 +150,16 @@ def test_an_offset_beyond_fp16_is_refused() -> None:
     broken = PackedLinear(4, 32, 32, layer.qweight, layer.scales, wide)
     with pytest.raises(ValueError, match="larger than fp16 can hold"):
         CpuNative().prepare(broken, torch.float32)
+
+
+def test_the_minimum_of_an_imported_block_is_kept_exactly() -> None:
+    """A Q4_1 block is d * u + m with f16 d and m; its offset m + 8 d may be no f16 number."""
+    layer = random_layer(24, 64, kind="offsets", seed=3)
+    assert layer.offsets is not None
+    wide = layer.offsets.float() * 4 + 8 * layer.scales.float()
+    imported = PackedLinear(4, 32, 64, layer.qweight, layer.scales, wide)
+    assert float((wide.half().float() - wide).abs().max()) > 0
+    assert torch.allclose(native(imported)(torch.eye(64)).T, dequantise(imported), atol=2e-6)
 
 
 def test_refusals() -> None:
