@@ -22,8 +22,8 @@ from engine_actor.load.formats.gguf import GgufFile
 from engine_actor.load.gguf_config import hub_config
 from engine_actor.load.gguf_model import GgufWeights
 from engine_actor.load.gguf_model import plan as plan_gguf
-from engine_actor.load.gguf_place import gguf_of
 from engine_actor.load.gguf_tokenizer import ending_ids
+from engine_actor.load.place import gguf_of
 from engine_actor.load.refusal import one_line, read_json_object, refusal
 from engine_actor.load.self_check import SelfCheck
 from engine_actor.load.shards import ShardSet

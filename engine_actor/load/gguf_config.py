@@ -51,7 +51,8 @@ def hub_config(file: GgufFile) -> dict[str, Any]:
         if key.startswith(f"{name}.") and not known_key and value:
             raise refusal(key, f"unknown key in {file.path.name}, we cannot honour it")
     hidden, heads = _size(file, name, "embedding_length"), _size(file, name, "attention.head_count")
-    head_dim = file.metadata.get(f"{name}.attention.key_length", hidden // heads)
+    named = f"{name}.attention.key_length" in file.metadata
+    head_dim = _size(file, name, "attention.key_length") if named else hidden // heads
     for key in ("attention.value_length", "rope.dimension_count"):
         if file.metadata.get(f"{name}.{key}", head_dim) != head_dim:
             raise refusal(f"{name}.{key}", f"must equal the head size {head_dim}")

@@ -91,7 +91,7 @@ def _entries(file: GgufFile, config: ModelConfig, slot: LinearSlot | VectorSlot)
         return [Entry(slot.name, (tensor.name,), tensor.nbytes, _floats_loader(tensor))]
     is_interleaved = file.metadata.get("general.architecture") == INTERLEAVED
     parts = {
-        part.name: _part_entry(file, slot, part, _row_order(config, part, is_interleaved))
+        part.name: _part_entry(file, slot, part, config.head_dim if is_interleaved else 0)
         for part in slot.parts
     }
     if len({(part.bits, part.group) for part in parts.values()}) > 1:
@@ -137,7 +137,7 @@ def _floats_loader(tensor: GgufTensor) -> Callable[[Read], torch.Tensor]:
     return lambda read: read_floats(tensor.type, read(tensor.name).numpy().data, tensor.shape)
 
 
-def _part_entry(file: GgufFile, slot: LinearSlot, part: Part, order: torch.Tensor | None) -> Entry:
+def _part_entry(file: GgufFile, slot: LinearSlot, part: Part, interleaved: int) -> Entry:
     at = gguf_name(part.name)
     weight = _shaped(file, f"{at}.weight", (part.rows, slot.in_features))
     bias = _floats(file, f"{at}.bias", (part.rows,)) if slot.bias else None
@@ -145,6 +145,7 @@ def _part_entry(file: GgufFile, slot: LinearSlot, part: Part, order: torch.Tenso
     read_bias = _floats_loader(bias) if bias else None
 
     def load(read: Read) -> Loaded:
+        order = _row_order(interleaved, part)
         raw = read(weight.name).numpy().data
         vector = read_bias(read) if read_bias else None
         if kind is None:
@@ -161,14 +162,14 @@ def _part_entry(file: GgufFile, slot: LinearSlot, part: Part, order: torch.Tenso
     return Entry(part.name, sources, nbytes, load, kind.bits, kind.group, kind.note)
 
 
-def _row_order(config: ModelConfig, part: Part, is_interleaved: bool) -> torch.Tensor | None:
+def _row_order(interleaved: int, part: Part) -> torch.Tensor | None:
     """llama.cpp keeps q and k of this architecture with the two rotated halves of each head
-    interleaved; Hugging Face, and we, keep them one after the other.
+    interleaved; Hugging Face, and we, keep them one after the other. `interleaved` is the size of
+    such a head, or 0.
     """
-    if not is_interleaved or not part.name.endswith((".q", ".k")):
+    if not interleaved or not part.name.endswith((".q", ".k")):
         return None
-    heads = part.rows // config.head_dim
-    rows = torch.arange(part.rows).view(heads, config.head_dim // 2, 2)
+    rows = torch.arange(part.rows).view(-1, interleaved // 2, 2)
     return rows.transpose(1, 2).reshape(-1)
 
 

@@ -46,20 +46,26 @@ CLEARLY = 3.0
 """How many times better an inverse must fit."""
 
 
-def require_finite(name: str, weight: Weight) -> None:
-    """Raise CheckpointError, one line, where a weight or scale is NaN or infinite."""
+def require_sane(name: str, weight: Weight) -> None:
+    """Raise CheckpointError, one line, where a weight or scale is NaN or infinite, or where `perm`
+    would read outside of x.
+    """
     if isinstance(weight, PackedLinear):
+        if weight.perm is not None:
+            every = torch.arange(weight.in_features, dtype=weight.perm.dtype)
+            if not torch.equal(weight.perm.sort().values, every):
+                raise refusal(name, "its perm is no permutation of the columns")
         tensors = (weight.scales, weight.offsets, weight.bias)
     elif isinstance(weight, DenseLinear):
         tensors = (weight.weight, weight.bias, None)
     else:
         tensors = (weight, None, None)
     for tensor in tensors:
-        # The sum of magnitudes is finite only if all are: no mask as large as the weights. fp64
-        # because 2^33 of the largest f16 numbers still are.
         if tensor is None or not tensor.numel():
             continue
-        if not bool(torch.isfinite(tensor.abs().amax())):
+        # Both carry NaN along, and no mask as large as the weights is made.
+        low, high = torch.aminmax(tensor)
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
             raise refusal(name, "has a value that is not finite")
 
 
@@ -78,7 +84,7 @@ class SelfCheck:
 
     def take(self, name: str, weight: Weight) -> None:
         """Raises CheckpointError where a value is not finite."""
-        require_finite(name, weight)
+        require_sane(name, weight)
         parts = name.split(".")
         if len(parts) != 3 or not self._is_chosen(int(parts[1])):
             return

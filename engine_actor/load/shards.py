@@ -18,12 +18,14 @@ from typing import Any, TypeGuard
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine_actor.load.place import require_inside
 from engine_actor.load.refusal import parse_json_object, read_json_object, refusal
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-LARGEST_HEADER_BYTES = 100_000_000
+LARGEST_HEADER_BYTES = 16 << 20
+"""A few thousand tensors take less than one; parsed, a header is many times its size."""
 ITEM_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -150,13 +152,12 @@ class ShardSet:
             path = folder / file
             if not path.is_file():
                 raise refusal(INDEX, f"names the shard {file}, which is not in the folder")
+            require_inside(folder, path)
             found, header = read_header(path)
             digest.update(f"{file} {path.stat().st_size} ".encode() + header)
-            tensors |= {
-                name: info
-                for name, info in found.items()
-                if wanted is None or wanted.get(name) == file
-            }
+            if wanted is not None:
+                found = _indexed(wanted, file, found)
+            tensors |= found
         if wanted is not None and (lost := sorted(wanted.keys() - tensors.keys())):
             raise refusal(INDEX, f"tensor {lost[0]} is not in the shard {wanted[lost[0]]}")
         return ShardSet(tensors, digest.hexdigest())
@@ -185,6 +186,18 @@ class ShardSet:
                 return tensor
 
             yield read
+
+
+def _indexed(
+    wanted: dict[str, str], file: str, found: dict[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Those of a shard's tensors that the index has there. One that it has elsewhere is a second
+    copy, and which of the two is meant nobody knows: refused.
+    """
+    for name in found.keys() & wanted.keys():
+        if wanted[name] != file:
+            raise refusal(file, f"holds tensor {name} too, which the index has in {wanted[name]}")
+    return {name: info for name, info in found.items() if name in wanted}
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine_actor.load.demo import prepare_demo
-from engine_actor.load.gguf_place import SUFFIX
+from engine_actor.load.place import SUFFIX
 from engine_actor.load.progress import Progress, silent
 from engine_actor.load.refusal import refusal
 

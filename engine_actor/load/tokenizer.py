@@ -20,8 +20,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from engine_actor.load.chat_template import ChatTemplate
 from engine_actor.load.chat_template import ChatTemplateError as ChatTemplateError
 from engine_actor.load.formats.gguf import GgufFile
-from engine_actor.load.gguf_place import gguf_of
 from engine_actor.load.gguf_tokenizer import build_tokenizer, ending_ids, named_tokens
+from engine_actor.load.place import gguf_of
 from engine_actor.load.refusal import read_json_object, refusal
 from engine_actor.load.token_bytes import decoder_kinds, piece_bytes
 

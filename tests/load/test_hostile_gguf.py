@@ -50,11 +50,19 @@ CASES = [
     (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "bad.gguf: GGUF version 1 cannot be read"),
     (
         _file([], [], counts=(HUGE, 1)),
-        f"bad.gguf: truncated: 1 keys and {HUGE} tensors at byte 24, the file has 32",
+        f"bad.gguf: absurd: 1 keys and {HUGE} tensors",
     ),
-    (_file([], [], counts=(0, HUGE)), f"bad.gguf: truncated: {HUGE} keys and 0 tensors"),
+    (
+        _file([], [], counts=(9, 1)),
+        "bad.gguf: truncated: 1 keys and 9 tensors at byte 24, the file has 32",
+    ),
+    (_file([], [], counts=(0, HUGE)), f"bad.gguf: absurd: {HUGE} keys and 0 tensors"),
     (
         _file([_string(b"abc", HUGE)], [], data=64),
+        f"bad.gguf: absurd: metadata key 0 has {HUGE} bytes of text, at most 16777216 do",
+    ),
+    (
+        _file([_string(b"abc", 1000)], [], data=64),
         "bad.gguf: truncated: metadata key 0 at byte 32",
     ),
     (_file([_key(b"a", 13, b"")], [], data=64), "bad.gguf: a has the unknown type 13"),
@@ -65,10 +73,18 @@ CASES = [
     ),
     (
         _file([_key(b"a", 9, struct.pack("<IQ", 8, HUGE))], [], data=64),
+        f"bad.gguf: absurd: a has {HUGE} values, at most 4194304 do",
+    ),
+    (
+        _file([_key(b"a", 9, struct.pack("<IQ", 8, 1000))], [], data=64),
         "bad.gguf: truncated: a at byte 49",
     ),
     (
         _file([_key(b"a", 9, struct.pack("<IQ", 10, HUGE))], [], data=64),
+        f"bad.gguf: absurd: a has {HUGE} values, at most 4194304 do",
+    ),
+    (
+        _file([_key(b"a", 9, struct.pack("<IQ", 10, 1000))], [], data=64),
         "bad.gguf: truncated: a at byte 49",
     ),
     (
@@ -94,6 +110,10 @@ CASES = [
     (
         _file([], [_tensor(b"w", [HUGE, HUGE], 0)], data=64),
         f"bad.gguf: truncated: tensor w ends at byte {96 + HUGE * HUGE * 4} of 160",
+    ),
+    (
+        _file([], [_tensor(b"v", [8], 0), _tensor(b"w", [8], 0, 28)], data=64),
+        "bad.gguf: tensor w overlaps v",
     ),
     (
         _file([], [_tensor(b"w", [4], 0, HUGE)], data=64),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine_actor.errors import CheckpointError
+from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.shards import ShardSet, read_header
 from tests.load.oracle import safetensors_bytes
 
@@ -61,7 +62,7 @@ def test_a_wrong_header_is_one_line(tmp_path: Path, header: Any, message: str) -
 
 def test_a_header_longer_than_the_file_is_not_allocated(tmp_path: Path) -> None:
     content = (2**40).to_bytes(8, "little") + b"{}"
-    assert _refused(tmp_path, content) == "header of 1099511627776 bytes is over 100000000"
+    assert _refused(tmp_path, content) == "header of 1099511627776 bytes is over 16777216"
     content = (1000).to_bytes(8, "little") + b"{}"
     assert _refused(tmp_path, content) == "truncated: header of 1000 bytes, 2 are there"
 
@@ -101,3 +102,60 @@ def test_the_index_cannot_lead_out_of_the_folder(tmp_path: Path, file: Any) -> N
         f"model.safetensors.index.json: tensor model.norm.weight: shard {file!r} "
         "is not a plain .safetensors file name"
     )
+
+
+def _two_shards(folder: Path, second: dict[str, Any]) -> None:
+    import json
+
+    for number, header in enumerate([{"a": _entry([4], 0, 16)}, second]):
+        (folder / f"{number}.safetensors").write_bytes(safetensors_bytes(header, DATA))
+    weight_map = {"a": "0.safetensors", "b": "1.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    _two_shards(tmp_path, {"b": _entry([2], 0, 8), "a": _entry([2], 8, 16)})
+    with pytest.raises(CheckpointError) as caught:
+        ShardSet.open(tmp_path)
+    assert str(caught.value) == (
+        "1.safetensors: holds tensor a too, which the index has in 0.safetensors"
+    )
+
+
+def test_a_tensor_the_index_does_not_know_is_not_there(tmp_path: Path) -> None:
+    _two_shards(tmp_path, {"b": _entry([2], 0, 8), "c": _entry([2], 8, 16)})
+    assert sorted(ShardSet.open(tmp_path).tensors) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_bytes(safetensors_bytes({"a": _entry([4], 0, 16)}, DATA))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / name).symlink_to("../secret")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError) as caught:
+        ShardSet.open(folder) if "safe" in name else open_checkpoint(folder)
+    assert str(caught.value) == (
+        f"{name}: is a link that leads out of its folder; put the file itself there"
+    )
+
+
+def test_the_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0f", tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "77").write_bytes(safetensors_bytes({"a": _entry([4], 0, 16)}, DATA))
+    (snapshot / "model.safetensors").symlink_to("../../blobs/77")
+    assert sorted(ShardSet.open(snapshot).tensors) == ["a"]
+    linked = tmp_path / "elsewhere"
+    linked.symlink_to(snapshot)
+    assert sorted(ShardSet.open(linked).tensors) == ["a"]
+
+
+def test_a_pipe_is_no_file_to_wait_for(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        ShardSet.open(tmp_path)

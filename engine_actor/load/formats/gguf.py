@@ -23,6 +23,11 @@ VERSIONS = (2, 3)
 LARGEST_ALIGNMENT = 1 << 20
 LONGEST_NAME = 1024
 MOST_DIMENSIONS = 4
+MOST_ENTRIES = 1 << 16
+"""Keys, or tensors, of one file."""
+MOST_VALUES = 1 << 22
+"""Of one array; the largest vocabularies have 2^18. As Python objects they take ten times more."""
+LONGEST_TEXT = 16 << 20
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     0: "B",
@@ -137,6 +142,8 @@ class _Header:
         if version not in VERSIONS:
             raise refusal(self._path, f"GGUF version {version} cannot be read (supported: 2, 3)")
         n_tensors, n_keys = self._unpack("<Q"), self._unpack("<Q")
+        if max(n_tensors, n_keys) > MOST_ENTRIES:
+            raise refusal(self._path, f"absurd: {n_keys} keys and {n_tensors} tensors")
         # 12 and 24 bytes are the least that one key and one tensor take.
         self._require(n_keys * 12 + n_tensors * 24, f"{n_keys} keys and {n_tensors} tensors")
         metadata = self._metadata(n_keys)
@@ -145,7 +152,9 @@ class _Header:
         if type(alignment) is not int or not 1 <= alignment <= LARGEST_ALIGNMENT:
             raise refusal("general.alignment", f"{alignment!r} is not an alignment")
         base = -(-self._at // alignment) * alignment
-        return metadata, {name: self._place(name, base, *rest) for name, rest in described.items()}
+        tensors = {name: self._place(name, base, *rest) for name, rest in described.items()}
+        self._require_apart(tensors)
+        return metadata, tensors
 
     def _metadata(self, count: int) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
@@ -191,6 +200,13 @@ class _Header:
             )
         return GgufTensor(name, type_name, shape, base + offset, nbytes)
 
+    def _require_apart(self, tensors: dict[str, GgufTensor]) -> None:
+        end, before = 0, ""
+        for tensor in sorted(tensors.values(), key=lambda tensor: tensor.begin):
+            if tensor.begin < end:
+                raise refusal(self._path, f"tensor {tensor.name} overlaps {before}")
+            end, before = tensor.begin + tensor.nbytes, tensor.name
+
     def _require(self, count: int, what: str) -> None:
         if count > self._size - self._at:
             raise refusal(
@@ -206,7 +222,7 @@ class _Header:
         return struct.unpack(code, self._take(struct.calcsize(code)))[0]
 
     def _string(self) -> str:
-        raw = self._take(self._unpack("<Q"))
+        raw = self._take(self._at_most(self._unpack("<Q"), LONGEST_TEXT, "bytes of text"))
         try:
             return raw.decode()
         except UnicodeDecodeError:
@@ -226,6 +242,7 @@ class _Header:
 
     def _array(self) -> list[Any]:
         kind, count = self._unpack("<I"), self._unpack("<Q")
+        self._at_most(count, MOST_VALUES, "values")
         if kind == _ARRAY:
             raise refusal(self._path, f"{self._what} is an array of arrays")
         if kind == _STRING:
@@ -234,6 +251,11 @@ class _Header:
         code = self._code(kind)
         self._require(count * struct.calcsize(f"<{code}"), self._what)
         return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(code))))
+
+    def _at_most(self, count: int, most: int, what: str) -> int:
+        if count > most:
+            raise refusal(self._path, f"absurd: {self._what} has {count} {what}, at most {most} do")
+        return count
 
     def _strings(self, count: int) -> list[str]:
         """A vocabulary has 1e5 strings, so this loop keeps its state in locals."""

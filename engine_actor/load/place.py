@@ -1,4 +1,4 @@
-"""Where a model's GGUF file is: the path itself, or the only one in a folder without safetensors.
+"""Where a model's files are: a GGUF file by its path or alone in a folder, nothing outside of it.
 
 No torch: an ingress asks too.
 """
@@ -28,4 +28,19 @@ def gguf_of(path: Path) -> Path | None:
     files = sorted(name for name in names if name.endswith(SUFFIX))
     if len(files) > 1:
         raise refusal(path, f"has {len(files)} GGUF files ({files[0]}, ...); give the path of one")
-    return path / files[0] if files and (path / files[0]).is_file() else None
+    if not files or not (path / files[0]).is_file():
+        return None
+    require_inside(path, path / files[0])
+    return path / files[0]
+
+
+def require_inside(folder: Path, path: Path) -> None:
+    """Raise CheckpointError where a file of the folder is a link that leads out of it. In the Hub's
+    cache every file is such a link, into the blobs of its own repository: those are followed.
+    """
+    root, real = folder.resolve(), path.resolve()
+    if real.is_relative_to(root):
+        return
+    is_snapshot = root.parent.name == "snapshots"
+    if not (is_snapshot and real.is_relative_to(root.parent.parent / "blobs")):
+        raise refusal(path, "is a link that leads out of its folder; put the file itself there")
