@@ -1,4 +1,4 @@
-"""deepinfer-sm86 serve, generate, quantize, eval, tune, doctor: parses, hands over, short errors.
+"""deepinfer-sm86 serve, generate, inspect, quantize, eval, tune, doctor: parses, hands over.
 
 Knows what the commands are called; what they do is imported only when one is run.
 """
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serve_app import __version__
+from serve_app.cli_inspect import add_inspect, inspect
 from serve_app.cli_options import add_model_options, args_of
 from serve_app.cli_quantize import add_eval, add_quantize, evaluate, quantize
 from serve_app.cli_tune import add_tune, tune
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int)
     generate.add_argument("--stop", action="append", help="end before this text; up to four")
 
+    add_inspect(commands)
     add_quantize(commands)
     add_eval(commands)
     add_tune(commands)
@@ -59,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {
         "serve": _serve,
         "generate": _generate,
+        "inspect": inspect,
         "quantize": quantize,
         "eval": evaluate,
         "tune": tune,
