@@ -19,7 +19,7 @@ __device__ __forceinline__ bool gather(const Problem& p, const Unit& u, Sums& su
     constexpr int FRAGMENTS = STRIPS * ROW_TILES;
     constexpr int STRIDE = FRAGMENTS * SUMMING_THREADS;
     float4* first =
-        reinterpret_cast<float4*>(p.partials) + (size_t)u.tile * p.splits * STRIDE + thread;
+        reinterpret_cast<float4*>(p.partials) + (size_t)u.shared * p.splits * STRIDE + thread;
     float4* mine = first + u.split * STRIDE;
     __shared__ int arrived;
 #pragma unroll
@@ -30,8 +30,8 @@ __device__ __forceinline__ bool gather(const Problem& p, const Unit& u, Sums& su
     __threadfence();
     sum_barrier();
     if (thread == 0) {
-        arrived = atomicAdd(p.arrivals + u.tile, 1);
-        if (arrived == p.splits - 1) p.arrivals[u.tile] = 0;
+        arrived = atomicAdd(p.arrivals + u.shared, 1);
+        if (arrived == p.splits - 1) p.arrivals[u.shared] = 0;
     }
     sum_barrier();
     const bool is_last = arrived == p.splits - 1;

@@ -1,6 +1,7 @@
-// What a product of many rows is, and how its units of work lie in it. A unit is TILE_STRIPS strips
-// by TILE_M rows by one of `splits` shares of K; it is computed the same way whichever block does
-// it, so the number of blocks changes no bit of the result.
+// What a product of many rows is, and how its units of work lie in it. A unit is a tile of
+// TILE_STRIPS strips by TILE_M rows, or one of `splits` shares of K of one: the first `whole` tiles
+// are units, the others are shared out so that the last round of blocks is short. A unit is computed
+// the same way whichever block does it, so the number of blocks changes no bit of the result.
 //
 // The including source defines TILE_STRIPS, TILE_M and CHUNK_STEPS (steps of 64 columns that cannot
 // be cut apart) as constants.
@@ -15,13 +16,14 @@ struct Problem {
     const __half* bias;      // [n] or null
     const __half* residual;  // like y, or null: added last
     __half* y;               // [m, n], or [m, n / 2] if SILU
-    float* partials;         // fragments of units that share a tile, if splits > 1
-    int* arrivals;           // a zero for each tile, left zero again
-    int m, n, k, blocks, groups, splits, band;  // blocks of 64 columns in a stored strip
+    float* partials;         // fragments of units that share a tile
+    int* arrivals;           // a zero for each shared tile, left zero again
+    int m, n, k, blocks, groups, whole, splits, band;  // blocks of 64 columns in a stored strip
 };
 
 struct Unit {
-    int tile, split, strip, row, first_step, steps;
+    int shared;  // which of the tiles that several units share, or -1
+    int split, strip, row, first_step, steps;
 };
 
 __device__ __forceinline__ int steps_of(const Problem& p) {
@@ -33,7 +35,8 @@ __device__ __forceinline__ int strips_of(const Problem& p) { return (p.n + 15) /
 
 __device__ __forceinline__ int units_of(const Problem& p) {
     const int across = (strips_of(p) + TILE_STRIPS - 1) / TILE_STRIPS;
-    return across * ((p.m + TILE_M - 1) / TILE_M) * p.splits;
+    const int tiles = across * ((p.m + TILE_M - 1) / TILE_M);
+    return p.whole + (tiles - p.whole) * p.splits;
 }
 
 // Rows change fastest inside a band of `band` row tiles, so that blocks that run together share
@@ -42,16 +45,18 @@ __device__ __forceinline__ Unit unit_at(const Problem& p, int index) {
     const int across = (strips_of(p) + TILE_STRIPS - 1) / TILE_STRIPS;
     const int row_tiles = (p.m + TILE_M - 1) / TILE_M;
     Unit u;
-    u.tile = index / p.splits;
-    u.split = index % p.splits;
-    const int first = u.tile / (p.band * across) * p.band;
+    const bool is_whole = index < p.whole;
+    u.shared = is_whole ? -1 : (index - p.whole) / p.splits;
+    u.split = is_whole ? 0 : (index - p.whole) % p.splits;
+    const int tile = is_whole ? index : p.whole + u.shared;
+    const int first = tile / (p.band * across) * p.band;
     const int width = min(p.band, row_tiles - first);
-    const int inside = u.tile - first * across;
+    const int inside = tile - first * across;
     u.strip = inside / width * TILE_STRIPS;
     u.row = (first + inside % width) * TILE_M;
     // Equal shares in whole chunks; the last one may be shorter, never empty (the host sees to it).
     const int chunks = steps_of(p) / CHUNK_STEPS;
-    const int share = (chunks + p.splits - 1) / p.splits;
+    const int share = is_whole ? chunks : (chunks + p.splits - 1) / p.splits;
     u.first_step = u.split * share * CHUNK_STEPS;
     u.steps = min(share, chunks - u.split * share) * CHUNK_STEPS;
     return u;

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
+SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 LEAST_STEPS = 4
 """A unit with fewer steps than this would only fill and drain its pipeline."""
 SCATTER = 3.0
@@ -36,9 +36,12 @@ class TileCost:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[AnyTile]):
-    """units: how many the persistent blocks share. partials: fp32 values of scratch if split."""
+    """whole: tiles that are a unit of work each; the others are `splits` units each, shares of K.
+    units: of both kinds. partials: fp32 values of scratch for the shared tiles.
+    """
 
     tile: AnyTile
+    whole: int
     splits: int
     units: int
     partials: int
@@ -52,31 +55,39 @@ def plan_units(
     steps: int,
     chunk_steps: Mapping[AnyTile, int],
     multiprocessors: int,
-    most_tiles_split: int,
+    most_tiles_shared: int,
     splits: int | None = None,
 ) -> Plan[AnyTile]:
     """The cheapest tile and number of splits of K for m rows and n out-features.
 
-    steps: of 64 columns. chunk_steps: those of a tile that cannot be cut apart. splits: forced.
-    The whole card is assumed free: a plan, and so a result, is the same whatever share a call gets.
-    Raises ValueError where nothing fits what is forced.
+    All blocks run in rounds. Tiles that fill whole rounds are never split; those of the last round
+    may be, so that all blocks have work in it. steps: of 64 columns. chunk_steps: those of a tile
+    that cannot be cut apart. splits: forced. The whole card is assumed free: a plan, and so a
+    result, is the same whatever share a call gets. Raises ValueError where nothing fits what is
+    forced.
     """
     best: tuple[float, Plan[AnyTile]] | None = None
     for tile, cost in tiles.items():
         count = -(-m // cost.m) * -(-n // cost.n)
+        slots = multiprocessors * cost.blocks
+        rounds, rest = divmod(count, slots)
         chunks = -(-steps // chunk_steps[tile])
         for split in SPLITS if splits is None else (splits,):
             share = -(-chunks // split)
             is_short = share * chunk_steps[tile] < LEAST_STEPS
             is_empty = (split - 1) * share >= chunks
-            if split > 1 and (is_short or is_empty or count > most_tiles_split):
+            if split > 1 and (is_short or is_empty or not 0 < rest <= most_tiles_shared):
                 continue
-            waves = -(-count * split // (multiprocessors * cost.blocks))
-            time = waves * (share * chunk_steps[tile] * cost.step + cost.fixed)
+            last = -(-rest * split // slots)
+            time = rounds * (chunks * chunk_steps[tile] * cost.step + cost.fixed)
+            time += last * (share * chunk_steps[tile] * cost.step + cost.fixed)
             if split > 1:
-                time += cost.gather * (SCATTER * waves + split)
+                time += cost.gather * (SCATTER * last + split)
             if best is None or time < best[0]:
-                best = time, Plan(tile, split, count * split, count * split * cost.n * cost.m)
+                whole = count if split == 1 else count - rest
+                shared = count - whole
+                scratch = shared * split * cost.n * cost.m
+                best = time, Plan(tile, whole, split, whole + shared * split, scratch)
     if best is None:
         raise ValueError(f"{splits} splits do not fit {steps} steps of K and {m} x {n} sums")
     return best[1]

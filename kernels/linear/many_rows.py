@@ -19,8 +19,8 @@ from kernels.spec.op import OpKey
 
 BAND = 16
 """Row tiles whose x stays in L2 while all weights pass."""
-MOST_TILES_SPLIT = 1024
-"""Tiles that a layer keeps arrival counters for; where there are more, K is never split."""
+MOST_TILES_SHARED = 1024
+"""Tiles that a layer keeps arrival counters for: more of them are never shared by splitting K."""
 
 
 class ManyRowsTile(Protocol):
@@ -59,7 +59,7 @@ class ManyRows(Generic[AnyTile]):
         self.group = 0 if weights.scales.shape[1] == 1 else weights.group
         device = weights.words.device
         self.multiprocessors = device_info(device).multiprocessors
-        self.arrivals = torch.zeros(MOST_TILES_SPLIT, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(MOST_TILES_SHARED, dtype=torch.int32, device=device)
         self._plans: dict[int, Plan[AnyTile]] = {}
 
     def __call__(
@@ -81,7 +81,7 @@ class ManyRows(Generic[AnyTile]):
             return y
         plan = plan or self.plan_for(m)
         partials = None
-        if plan.splits > 1:
+        if plan.partials:
             partials = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
         tile = plan.tile
         ctas = share_of_card(self.multiprocessors) if max_ctas is None else max_ctas
@@ -105,6 +105,7 @@ class ManyRows(Generic[AnyTile]):
             x.shape[1],
             weights.padded_columns // 64,
             weights.scales.shape[1],
+            plan.whole,
             plan.splits,
             BAND,
         )
@@ -125,7 +126,7 @@ class ManyRows(Generic[AnyTile]):
             steps=-(-self.weights.in_features // 64),
             chunk_steps={each: each.chunk_steps(self.weights.bits) for each in tiles},
             multiprocessors=self.multiprocessors,
-            most_tiles_split=MOST_TILES_SPLIT,
+            most_tiles_shared=MOST_TILES_SHARED,
             splits=splits,
         )
         if is_open:

@@ -180,10 +180,10 @@ __device__ __forceinline__ void multiply(unsigned x, unsigned weights, unsigned 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) strip_gemm(
     const __half* x, const char* weights, const __half* scales, const __half* offsets,
     const __half* bias, const __half* residual, __half* y, float* partials, int* arrivals, int m,
-    int n, int k, int blocks, int groups, int splits, int band) {
+    int n, int k, int blocks, int groups, int whole, int splits, int band) {
     extern __shared__ __align__(128) char shared_memory[];
     const Problem p = {x, weights, scales, offsets, bias, residual, y, partials, arrivals,
-                       m, n, k, blocks, groups, splits, band};
+                       m, n, k, blocks, groups, whole, splits, band};
     const unsigned shared = shared_address(shared_memory);
     const int warp = threadIdx.x >> 5, warp_n = warp / WARPS_M, warp_m = warp % WARPS_M;
     const unsigned x_at = shared + X_AT + warp_m * ROW_TILES * 1024;
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) strip_gemm(
         int same = index;  // hidden from the compiler: worked out twice, not kept in registers
         asm volatile("" : "+r"(same));
         const Unit u = unit_at(p, same);
-        if (p.splits == 1 || gather(p, u, sums, threadIdx.x))
+        if (u.shared < 0 || gather(p, u, sums, threadIdx.x))
             store_tile(p, u.strip + warp_n * STRIPS, u.row + warp_m * ROW_TILES * 8, sums);
     }
 }

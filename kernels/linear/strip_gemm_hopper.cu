@@ -211,7 +211,7 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
         }
         products_wait<0>();
         if ((threadIdx.x & 31) == 0) barrier_arrive(empty + before * 8);
-        if (p.splits == 1 || gather(p, u, sums, thread))
+        if (u.shared < 0 || gather(p, u, sums, thread))
             store_through(staging + thread / 128 * STAGING_BYTES, p, u.strip + warp / 4 * 4, u.row,
                           sums[0]);
         if (is_end) return;
@@ -225,12 +225,12 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) strip_gemm_hopper(
     const __grid_constant__ TensorMap x, const char* weights, const __half* scales,
     const __half* offsets, const __half* bias, const __half* residual, __half* y, float* partials,
-    int* arrivals, int m, int n, int k, int blocks, int groups, int splits, int band) {
+    int* arrivals, int m, int n, int k, int blocks, int groups, int whole, int splits, int band) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ char shared_memory[];
     __shared__ __align__(8) unsigned long long barriers[2 * STAGES];
     const Problem p = {nullptr, weights, scales, offsets, bias, residual, y, partials, arrivals,
-                       m, n, k, blocks, groups, splits, band};
+                       m, n, k, blocks, groups, whole, splits, band};
     const unsigned shared = (shared_address(shared_memory) + 1023) & ~1023u;  // swizzle's period
     const unsigned full = shared_address(barriers), empty = full + STAGES * 8;
     if (threadIdx.x == 0) {

@@ -34,7 +34,7 @@ def test_the_smaller_tile_where_rows_are_few() -> None:
         steps=32,
         chunk_steps=ONE,
         multiprocessors=132,
-        most_tiles_split=1024,
+        most_tiles_shared=1024,
         splits=1,
     )
     assert (plan.tile, plan.splits, plan.units) == (LOW, 1, 100)
@@ -49,9 +49,27 @@ def test_few_tiles_split_a_long_k() -> None:
         steps=172,
         chunk_steps=ONE,
         multiprocessors=132,
-        most_tiles_split=1024,
+        most_tiles_shared=1024,
     )
-    assert (plan.splits, plan.units, plan.partials) == (8, 128, 8 * 128 * 2048)
+    assert (plan.whole, plan.splits, plan.units) == (0, 8, 128)
+    assert plan.partials == 8 * 128 * 2048
+
+
+def test_only_the_last_round_is_split() -> None:
+    """344 tiles on 132 multiprocessors are two rounds and 80 tiles: a third of K each makes 240
+    units, two rounds of a third.
+    """
+    plan = plan_units(
+        {WIDE: COSTS[WIDE]},
+        512,
+        11008,
+        steps=32,
+        chunk_steps=ONE,
+        multiprocessors=132,
+        most_tiles_shared=1024,
+    )
+    assert (plan.whole, plan.splits, plan.units) == (264, 3, 264 + 3 * 80)
+    assert plan.partials == 3 * 80 * 128 * 128
 
 
 @given(
@@ -70,17 +88,19 @@ def test_no_split_is_empty(m: int, n: int, steps: int, chunk: int, multiprocesso
         steps=steps,
         chunk_steps={WIDE: chunk, LOW: chunk},
         multiprocessors=multiprocessors,
-        most_tiles_split=64,
+        most_tiles_shared=64,
     )
     cost = COSTS[plan.tile]
-    tiles = -(-m // cost.m) * -(-n // cost.n)
-    assert plan.units == tiles * plan.splits
+    shared = -(-m // cost.m) * -(-n // cost.n) - plan.whole
+    assert plan.units == plan.whole + shared * plan.splits
+    assert plan.partials == shared * plan.splits * cost.n * cost.m
+    assert shared == 0 if plan.splits == 1 else plan.whole % multiprocessors == 0
     if plan.splits > 1:
         chunks = -(-steps // chunk)
         share = -(-chunks // plan.splits)
         assert (plan.splits - 1) * share < chunks
         assert share * chunk >= LEAST_STEPS
-        assert tiles <= 64
+        assert 0 < shared <= 64
 
 
 def test_what_cannot_be_split_says_so() -> None:
@@ -93,7 +113,7 @@ def test_what_cannot_be_split_says_so() -> None:
             steps=8,
             chunk_steps=ONE,
             multiprocessors=132,
-            most_tiles_split=1024,
+            most_tiles_shared=1024,
             splits=16,
         )
 
