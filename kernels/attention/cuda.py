@@ -6,6 +6,7 @@ carries device tensors at fixed addresses, so that a CUDA graph can be replayed 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,21 +25,23 @@ ENTRY = "paged_decode"
 TILE_TOKENS = 16
 HEADS_AT_ONCE = 8
 HEAD_DIMS = (64, 96, 128)
-MAX_SPLITS = 128
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 PART_HEADER = 2 * HEADS_AT_ONCE
 """fp32 values in front of a split's sums: each head's highest score and its total."""
-WARPS = 4
-MIN_WARPS = {16: 12, 8: 16}
-"""Warps of one multiprocessor that the registers must allow, by bits of the cache."""
-BLOCKS_EACH = 2
-"""Blocks of one multiprocessor that the splitting aims at."""
-LEAST_TILES = 8
-"""Tiles of one block at least: two for each warp, so that a load is always on its way."""
+FEW_WARPS = 8
+WARPS = {16: 8, 8: 16}
+"""Of a block that has a multiprocessor for itself, by bits of the cache: as many as the registers
+allow, so that enough loads are on their way."""
+LONG_SHARE = 64
+"""Tiles from which a block is better off with a multiprocessor for itself."""
+WHOLE = 16
+"""Tiles of a sequence that is never split: the second round of its warps costs less than a join."""
+MOST_SPLITS = 256
+"""The weights of more would not fit where the sums of a block's warps were."""
 
 
 def variant(
-    head_dim: int, kv_bits: int, bf16: int, block_tokens: int = 16, warps: int = WARPS
+    head_dim: int, kv_bits: int, bf16: int, block_tokens: int = 16, warps: int = FEW_WARPS
 ) -> Variant:
     """The compiled kernel for one kind of cache, with its budget."""
     defines = {
@@ -47,29 +50,31 @@ def variant(
         "BF16": bf16,
         "BLOCK_TOKENS": block_tokens,
         "WARPS": warps,
-        "MIN_BLOCKS": MIN_WARPS[kv_bits] // warps,
+        "MIN_BLOCKS": WARPS[kv_bits] // warps,
     }
     return Variant(
         SOURCE,
         ENTRY,
         defines,
-        max_registers=65536 // (32 * MIN_WARPS[kv_bits]) // 8 * 8,
+        max_registers=168 if kv_bits == 16 else 128,
+        max_shared_bytes=80 * 1024,
         threads=32 * warps,
-        shared_bytes=4 * warps * HEADS_AT_ONCE * head_dim,
+        shared_bytes=4 * warps * HEADS_AT_ONCE * (head_dim + head_dim // 8),
     )
 
 
 SHIPPED = tuple(
-    variant(head_dim, kv_bits, bf16)
+    variant(head_dim, kv_bits, bf16, warps=warps)
     for head_dim in HEAD_DIMS
     for kv_bits in (16, 8)
     for bf16 in (0, 1)
+    for warps in sorted({FEW_WARPS, WARPS[kv_bits]})
 )
 
 
 @cache
-def _kernel(head_dim: int, kv_bits: int, bf16: int, block_tokens: int) -> Kernel:
-    return variant(head_dim, kv_bits, bf16, block_tokens).kernel()
+def _kernel(head_dim: int, kv_bits: int, bf16: int, block_tokens: int, warps: int) -> Kernel:
+    return variant(head_dim, kv_bits, bf16, block_tokens, warps).kernel()
 
 
 @dataclass(slots=True)
@@ -149,14 +154,35 @@ def decode_tensors(
     )
 
 
-def tiles_per_split(tiles: int, units: int, multiprocessors: int) -> int:
-    """How many tiles of 16 tokens a block takes: so few that the card is full, so many that each
-    warp has two, and so many that at most MAX_SPLITS blocks meet. units: (sequence, KV head) pairs.
+@dataclass(frozen=True, slots=True)
+class Split:
+    """tiles: of 16 tokens, that a block takes of a sequence. warps: of the block."""
+
+    tiles: int
+    warps: int
+
+
+def split_of(tiles: int, units: int, multiprocessors: int, kv_bits: int) -> Split:
+    """How sequences of up to `tiles` tiles are cut. units: (sequence, KV head) pairs.
+
+    All blocks of a batch should run in one wave; where that would leave a block less than about the
+    square root of its sequence's tiles, joining many small parts costs more than it brings.
     """
-    places = multiprocessors * BLOCKS_EACH
-    fair = -(-tiles * units // places)
-    least = max(LEAST_TILES, -(-tiles // MAX_SPLITS))
-    return max(least, -(-fair // WARPS) * WARPS)
+    wide = _fair(tiles, units, multiprocessors)
+    if wide >= LONG_SHARE:
+        return Split(wide, WARPS[kv_bits])
+    if tiles <= WHOLE:
+        return Split(tiles, FEW_WARPS)
+    places = multiprocessors * WARPS[kv_bits] // FEW_WARPS
+    return Split(_fair(tiles, units, places), FEW_WARPS)
+
+
+def _fair(tiles: int, units: int, places: int) -> int:
+    """Whole rounds of a block's warps, but half a round for short sequences."""
+    fair = -(-tiles // max(1, places // units))
+    rooted = math.isqrt(tiles) // FEW_WARPS * FEW_WARPS
+    each = max(fair, rooted, -(-tiles // MOST_SPLITS), FEW_WARPS // 2)
+    return each if each <= FEW_WARPS else -(-each // FEW_WARPS) * FEW_WARPS
 
 
 class CudaAttention:
@@ -201,22 +227,22 @@ class CudaAttention:
         out: torch.Tensor,
         block_tokens: int,
         window: int | None,
-        tiles: int | None = None,
+        split: Split | None = None,
     ) -> None:
-        """Write the decoded rows of out [T, heads * head_dim]. tiles: of a split, for benches."""
+        """Write the decoded rows of out [T, heads * head_dim]. split: for benches."""
         codes, scales, bits = (kv.codes, kv.scales, 8) if isinstance(kv, Int8KV) else (kv, None, 16)
         kv_heads, head_dim = codes.shape[3], codes.shape[4]
         group = q.shape[1] // kv_heads
         units = kv_heads * -(-group // HEADS_AT_ONCE)
         count = step.lengths.shape[0]
         most = -(-min(step.longest, window or step.longest) // TILE_TOKENS) + (window is not None)
-        each = tiles or tiles_per_split(most, units * count, self._processors(q.device))
-        splits = -(-most // each)
+        split = split or split_of(most, units * count, self._processors(q.device), bits)
+        splits = -(-most // split.tiles)
         partial, counters = step.room(units, splits, head_dim)
-        kernel = _kernel(head_dim, bits, DTYPES[q.dtype], block_tokens)
+        kernel = _kernel(head_dim, bits, DTYPES[q.dtype], block_tokens, split.warps)
         kernel.launch(
             (units, splits, count),
-            (32 * WARPS, 1, 1),
+            (32 * split.warps, 1, 1),
             q,
             codes,
             scales,
@@ -229,7 +255,7 @@ class CudaAttention:
             kv_heads,
             group,
             step.tables.shape[1],
-            each,
+            split.tiles,
             window or 0,
             launch_dependents=True,
         )

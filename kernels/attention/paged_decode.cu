@@ -1,10 +1,11 @@
 // Decode attention over a paged KV cache: one query row a sequence, grouped query heads, split KV.
 //
-// grid (kv_heads * head_tiles, splits, sequences), block WARPS * 32. A block attends tiles_per_split
-// tiles of 16 tokens for up to 8 query heads of one KV head; its warps take every WARPS-th tile and
-// ask for the next tile's keys as soon as this one's are multiplied, and for its values likewise, so
-// that one of both is always on its way. The blocks of a sequence that was split leave their sums in `partial`; the last of them to finish, by a counter that it sets back
-// to zero, adds them up. So there is no second launch and a graph can replay it.
+// grid (kv_heads * head_tiles, splits, sequences), block WARPS * 32. A block attends
+// tiles_per_split tiles of 16 tokens for up to 8 query heads of one KV head. Its warps take every
+// WARPS-th tile and ask for the next one's keys as soon as this one's are multiplied, and for its
+// values likewise, so that one of both is always on its way. The blocks of a sequence that was split
+// leave their sums in `partial`; the last of them to finish, by a counter that it sets back to zero,
+// adds them up. So there is no second launch and a graph can replay it.
 //
 // Softmax is online (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018);
 // splitting the keys is Flash-Decoding (Dao et al., 2023). Queries come scaled by 1 / sqrt(dim).
@@ -75,7 +76,15 @@ struct Cache {  // one sequence's view of one layer, for one KV head
         return size_t(block) * BLOCK_TOKENS + tile % (BLOCK_TOKENS / TILE) * TILE;
     }
     __device__ __forceinline__ int block_of(int tile) const {
-        return table[tile / (BLOCK_TOKENS / TILE)];
+        return __ldcg(table + tile / (BLOCK_TOKENS / TILE));
+    }
+    // Bring a warp's first tile nearer while an earlier kernel still runs. Length and table may be
+    // those of an earlier step then; what is right is read again (past L1) after the wait.
+    __device__ __forceinline__ void expect(int tile, int length) const {
+        if (tile * TILE >= length) return;
+        const int lane = threadIdx.x % 32;
+        const char* token = keys + (slot(block_of(tile), tile) + lane % TILE) * token_bytes;
+        prefetch(token + lane / TILE * (token_bytes / 2), HEAD_DIM * VALUE_BYTES);
     }
 };
 
@@ -164,101 +173,142 @@ __device__ __forceinline__ void attend(const Cache& cache, const unsigned (&quer
     }
 }
 
-using Sums = float[HEADS][HEAD_DIM];
+// A warp's sums in shared memory, [dim][head]; a gap behind every eight dims keeps the lanes of one
+// store in different banks.
+constexpr int SUMS = HEAD_DIM * HEADS + HEAD_DIM / 8 * HEADS;
 
-// Bring the warps' sums to one height and lay them into sums[warp]; highest[] and total[] are the
-// block's.
-__device__ __forceinline__ void join_warps(Online& state, Sums* sums,
-                                           float (&shared_highest)[WARPS][HEADS],
-                                           float (&shared_total)[WARPS][HEADS],
-                                           float (&highest)[HEADS], float (&total)[HEADS]) {
+__device__ __forceinline__ int sum_at(int dim, int head) {
+    return (dim + dim / 8) * HEADS + head;
+}
+
+struct Heights {  // of a block's heads: the highest score and the total relative to it
+    float highest[HEADS], total[HEADS];
+};
+
+// Bring the warps' sums to one height and lay them into sums[warp].
+__device__ __forceinline__ void join_warps(const Online& state, float* sums,
+                                           Heights (&of_warps)[WARPS], Heights& joined) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, pair = lane % 4;
 #pragma unroll
     for (int head = 0; head < 2; ++head) {
         const float sum = sum_of_rows(state.total[head]);
         if (row == 0) {
-            shared_highest[warp][2 * pair + head] = state.highest[head];
-            shared_total[warp][2 * pair + head] = sum;
+            of_warps[warp].highest[2 * pair + head] = state.highest[head];
+            of_warps[warp].total[2 * pair + head] = sum;
         }
     }
     __syncthreads();
-    if (threadIdx.x < HEADS) {
-        float most = LOWEST, sum = 0.f;
-        for (int w = 0; w < WARPS; ++w) most = fmaxf(most, shared_highest[w][threadIdx.x]);
-        for (int w = 0; w < WARPS; ++w) {
-            sum += shared_total[w][threadIdx.x] * exp2f(shared_highest[w][threadIdx.x] - most);
-        }
-        highest[threadIdx.x] = most, total[threadIdx.x] = sum;
-    }
-    __syncthreads();
+    float shrink[2];
 #pragma unroll
     for (int head = 0; head < 2; ++head) {
-        const float shrink = exp2f(state.highest[head] - highest[2 * pair + head]);
-        float* mine = sums[warp][2 * pair + head];
+        const int of = 2 * pair + head;
+        float most = LOWEST;
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            mine[value_dim(row, i)] = state.out[i][head] * shrink;
-            mine[value_dim(row, i + DIMS / 2)] = state.out[i][head + 2] * shrink;
+        for (int w = 0; w < WARPS; ++w) most = fmaxf(most, of_warps[w].highest[of]);
+        shrink[head] = exp2f(state.highest[head] - most);
+        if (warp == 0 && row == 0) {
+            float sum = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                sum += of_warps[w].total[of] * exp2f(of_warps[w].highest[of] - most);
+            }
+            joined.highest[of] = most, joined.total[of] = sum;
         }
     }
+    float* mine = sums + warp * SUMS;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        const float* out = state.out[i];
+        *reinterpret_cast<float2*>(mine + sum_at(value_dim(row, i), 2 * pair)) =
+            make_float2(out[0] * shrink[0], out[1] * shrink[1]);
+        *reinterpret_cast<float2*>(mine + sum_at(value_dim(row, i + DIMS / 2), 2 * pair)) =
+            make_float2(out[2] * shrink[0], out[3] * shrink[1]);
+    }
     __syncthreads();
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, float4 more, float4 by) {
+    sum.x += more.x * by.x, sum.y += more.y * by.y, sum.z += more.z * by.z, sum.w += more.w * by.w;
+}
+
+// Four heads' values of one dim; only the first `heads` exist. out: of head `first`.
+__device__ __forceinline__ void store_heads(element* out, float4 sum, int first, int heads) {
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (first + i < heads) out[i * HEAD_DIM] = to_element(values[i]);
+    }
 }
 
 struct Part {  // what one split leaves behind for one (sequence, head tile)
-    float highest[HEADS], total[HEADS], sums[HEADS][HEAD_DIM];
+    Heights heights;
+    float sums[HEAD_DIM][HEADS];
 };
 
-// `parts` splits into one output, by the whole block. Each thread takes four dims of one head; the
-// splits come AT_ONCE together, everything of them in flight, in their order: equal bits each time.
-__device__ __forceinline__ void join_splits(const Part* part, int parts, int heads, element* out) {
-    constexpr int AT_ONCE = 8;
-    for (int i = 4 * threadIdx.x; i < heads * HEAD_DIM; i += 4 * WARPS * 32) {
-        const int head = i / HEAD_DIM, dim = i % HEAD_DIM;
-        float sum[4] = {}, total = 0.f, highest = LOWEST;
-        for (int first = 0; first < parts; first += AT_ONCE) {
-            float4 got[AT_ONCE];
-            float heights[AT_ONCE], totals[AT_ONCE], most = highest;
+// `parts` splits into one output, by the whole block and in the splits' order, so with equal bits
+// each time. weights: shared memory, [parts][HEADS].
+__device__ __forceinline__ void join_splits(const Part* part, int parts, int heads, float* weights,
+                                            element* out) {
+    constexpr int AT_ONCE = 8, EACH = HEAD_DIM * HEADS / 4;
+    const int lane = threadIdx.x % 32;
+    const auto sums_of = [&](int s, int i) {
+        const float* at = &part[min(s, parts - 1)].sums[i % HEAD_DIM][i / HEAD_DIM * 4];
+        return __ldcg(reinterpret_cast<const float4*>(at));
+    };
+    float4 got[AT_ONCE];  // the first ones are on their way while the heights come in
+    const int begin = min(int(threadIdx.x), EACH - 1);
 #pragma unroll
-            for (int s = 0; s < AT_ONCE; ++s) {
-                const Part& one = part[min(first + s, parts - 1)];
-                got[s] = __ldcg(reinterpret_cast<const float4*>(&one.sums[head][dim]));
-                heights[s] = first + s < parts ? __ldcg(&one.highest[head]) : LOWEST;
-                totals[s] = __ldcg(&one.total[head]);
+    for (int s = 0; s < AT_ONCE; ++s) got[s] = sums_of(s, begin);
+    for (int head = threadIdx.x / 32; head < HEADS; head += WARPS) {
+        float most = LOWEST, total = 0.f;
+        for (int s = lane; s < parts; s += 32) {
+            most = fmaxf(most, __ldcg(&part[s].heights.highest[head]));
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) {
+            most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        }
+        for (int s = lane; s < parts; s += 32) {
+            const float weight = exp2f(__ldcg(&part[s].heights.highest[head]) - most);
+            total += __ldcg(&part[s].heights.total[head]) * weight;
+            weights[s * HEADS + head] = weight;
+        }
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+        for (int s = lane; s < parts; s += 32) weights[s * HEADS + head] /= total * SCALE_LIFT;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < EACH; i += WARPS * 32) {
+        const int quad = i / HEAD_DIM * 4;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int first = 0; first < parts; first += AT_ONCE) {
+            if (first > 0 || i != threadIdx.x) {
+#pragma unroll
+                for (int s = 0; s < AT_ONCE; ++s) got[s] = sums_of(first + s, i);
             }
 #pragma unroll
-            for (int s = 0; s < AT_ONCE; ++s) most = fmaxf(most, heights[s]);
-            const float shrink = exp2f(highest - most);
-            highest = most, total *= shrink;
-#pragma unroll
-            for (int d = 0; d < 4; ++d) sum[d] *= shrink;
-#pragma unroll
             for (int s = 0; s < AT_ONCE; ++s) {
-                const float factor = first + s < parts ? exp2f(heights[s] - most) : 0.f;
-                total += totals[s] * factor;
-                sum[0] += got[s].x * factor, sum[1] += got[s].y * factor;
-                sum[2] += got[s].z * factor, sum[3] += got[s].w * factor;
+                if (first + s >= parts) break;
+                const float* by = weights + (first + s) * HEADS + quad;
+                add_scaled(sum, got[s], *reinterpret_cast<const float4*>(by));
             }
         }
-        const float scale = 1.f / (total * SCALE_LIFT);
-        Words<8> words;
-        words.word[0] = element_pair(sum[0] * scale, sum[1] * scale);
-        words.word[1] = element_pair(sum[2] * scale, sum[3] * scale);
-        store_words<8>(out + i, words);
+        store_heads(out + quad * HEAD_DIM + i % HEAD_DIM, sum, quad, heads);
     }
 }
 
-// q, out [rows, kv_heads * group, HEAD_DIM]; kv [blocks, BLOCK_TOKENS, 2, kv_heads, HEAD_DIM]; scales
-// [blocks, BLOCK_TOKENS, kv_heads, 2] (INT8), a key's beside its value's; tables i32[sequences, table_width]; lengths
-// i32[sequences], 0: the row becomes zeros; rows i32[sequences]: which row is the sequence's (null:
-// its number); window: keys a row sees, itself included (0: all). partial: Part[sequences,
-// kv_heads * head_tiles, splits]; counters u32[sequences, kv_heads * head_tiles], zero.
+// q, out [rows, kv_heads * group, HEAD_DIM]; kv [blocks, BLOCK_TOKENS, 2, kv_heads, HEAD_DIM];
+// scales [blocks, BLOCK_TOKENS, kv_heads, 2] (INT8), a key's beside its value's; tables
+// i32[sequences, table_width], behind a sequence's last block any valid one; lengths i32[sequences],
+// 0: the row becomes zeros; rows i32[sequences]: which row is the sequence's (null: its number);
+// window: keys a row sees, itself included (0: all). partial: Part[sequences, kv_heads * head_tiles,
+// splits]; counters u32[sequences, kv_heads * head_tiles], zero.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 paged_decode(const element* q, const char* kv, const unsigned* scales, const int* tables,
              const int* lengths, const int* rows, element* out, Part* partial, unsigned* counters,
              int kv_heads, int group, int table_width, int tiles_per_split, int window) {
-    extern __shared__ __align__(16) Sums sums[];  // [WARPS]
-    __shared__ float shared_highest[WARPS][HEADS], shared_total[WARPS][HEADS];
-    __shared__ float highest[HEADS], total[HEADS];
+    extern __shared__ __align__(16) float sums[];  // [WARPS][SUMS]
+    __shared__ Heights of_warps[WARPS], joined;
     __shared__ bool is_last;
     allow_next();
     const int sequence = blockIdx.z, split = blockIdx.y, warp = threadIdx.x / 32;
@@ -266,12 +316,16 @@ paged_decode(const element* q, const char* kv, const unsigned* scales, const int
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
     const int heads = min(HEADS, group - head_tile * HEADS);
     const int* table = tables + size_t(sequence) * table_width;
+    const size_t token_bytes = size_t(2) * kv_heads * HEAD_DIM * VALUE_BYTES;
+    const Cache cache = {kv + size_t(kv_head) * HEAD_DIM * VALUE_BYTES, scales + kv_head, table,
+                         token_bytes, kv_heads};
+    if (window == 0) cache.expect(split * tiles_per_split + warp, __ldcg(lengths + sequence));
     wait_for_previous();
     // Without a window it is known before the length which blocks these are: ask for both at once.
     constexpr int tiles_per_block = BLOCK_TOKENS / TILE;
     const int guess = (split * tiles_per_split + warp + lane * WARPS) / tiles_per_block;
-    int blocks = window == 0 && guess < table_width ? table[guess] : 0;
-    const int length = lengths[sequence];
+    int blocks = window == 0 && guess < table_width ? __ldcg(table + guess) : 0;
+    const int length = __ldcg(lengths + sequence);
     const int low = window > 0 ? max(0, length - window) : 0;
     const int begin = low / TILE, end = (length + TILE - 1) / TILE;
     const int first = begin + split * tiles_per_split, last = min(end, first + tiles_per_split);
@@ -290,46 +344,45 @@ paged_decode(const element* q, const char* kv, const unsigned* scales, const int
             query_fragment(q + at + row * HEAD_DIM, pair, step, query[step]);
         }
     }
-    const size_t token_bytes = size_t(2) * kv_heads * HEAD_DIM * VALUE_BYTES;
-    const Cache cache = {kv + size_t(kv_head) * HEAD_DIM * VALUE_BYTES, scales + kv_head,
-                         table, token_bytes, kv_heads};
     Online state;
     attend(cache, query, first + warp, last, low, length, blocks, state);
-    join_warps(state, sums, shared_highest, shared_total, highest, total);
+    join_warps(state, sums, of_warps, joined);
 
     Part* part = partial + (size_t(sequence) * gridDim.x + blockIdx.x) * gridDim.y;
-    for (int i = 4 * threadIdx.x; i < heads * HEAD_DIM; i += 4 * WARPS * 32) {
-        const int of = i / HEAD_DIM, dim = i % HEAD_DIM;
+    for (int i = threadIdx.x; i < HEAD_DIM * HEADS / 4; i += WARPS * 32) {
+        const int dim = i % HEAD_DIM, quad = i / HEAD_DIM * 4;
+        const float4 one = make_float4(1.f, 1.f, 1.f, 1.f);
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const float4 got = *reinterpret_cast<const float4*>(&sums[w][of][dim]);
-            sum.x += got.x, sum.y += got.y, sum.z += got.z, sum.w += got.w;
+            const float* at = sums + w * SUMS + sum_at(dim, quad);
+            add_scaled(sum, *reinterpret_cast<const float4*>(at), one);
         }
         if (parts == 1) {
-            const float scale = length > 0 ? 1.f / (total[of] * SCALE_LIFT) : 0.f;
-            Words<8> words;
-            words.word[0] = element_pair(sum.x * scale, sum.y * scale);
-            words.word[1] = element_pair(sum.z * scale, sum.w * scale);
-            store_words<8>(out + at + i, words);
+            const auto shared_out = [&](int head) {  // without keys all is 0
+                return length > 0 ? 1.f / (joined.total[quad + head] * SCALE_LIFT) : 0.f;
+            };
+            sum.x *= shared_out(0), sum.y *= shared_out(1);
+            sum.z *= shared_out(2), sum.w *= shared_out(3);
+            store_heads(out + at + quad * HEAD_DIM + dim, sum, quad, heads);
         } else {
-            *reinterpret_cast<float4*>(&part[split].sums[of][dim]) = sum;
+            *reinterpret_cast<float4*>(&part[split].sums[dim][quad]) = sum;
         }
     }
     if (parts == 1) return;
-    if (threadIdx.x < HEADS) {
-        part[split].highest[threadIdx.x] = highest[threadIdx.x];
-        part[split].total[threadIdx.x] = total[threadIdx.x];
+    if (threadIdx.x < 2 * HEADS) {
+        reinterpret_cast<float*>(&part[split].heights)[threadIdx.x] =
+            reinterpret_cast<const float*>(&joined)[threadIdx.x];
     }
     __syncthreads();
     if (threadIdx.x == 0) {
         unsigned* counter = counters + size_t(sequence) * gridDim.x + blockIdx.x;
-        unsigned before;  // acq_rel by one thread covers the whole block's stores: the barrier orders
+        unsigned before;  // behind a barrier, one thread's release covers the whole block's stores
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
                      : "=r"(before) : "l"(counter) : "memory");
         is_last = before == unsigned(parts) - 1;
         if (is_last) *counter = 0;
     }
     __syncthreads();
-    if (is_last) join_splits(part, parts, heads, out + at);
+    if (is_last) join_splits(part, parts, heads, sums, out + at);
 }

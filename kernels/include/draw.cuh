@@ -9,6 +9,7 @@ constexpr int THREADS = 256;
 constexpr int DIGITS = 11;               // bits a histogram resolves; floats from 0 to 1 order as
 constexpr int BINS = 1 << DIGITS;        // their bits do
 constexpr float WEIGHT_ONE = 1073741824.f;  // 2^30: a row's sum fits in 32 bits
+#define MINUS_INFINITY __int_as_float(0xff800000)
 
 struct Draw {  // one row's; 40 bytes
     double top_p;     // 1 or above: off
@@ -18,6 +19,11 @@ struct Draw {  // one row's; 40 bytes
     int top_k;        // width or more, or below 1: off
     int greedy;       // take the row's argmax
     int unused;
+};
+
+struct ChunkPart {  // what edit.cu leaves of one chunk of a row
+    float largest, sum;  // sum: of exp(value - largest)
+    int place;           // of the largest, the lowest index among equals
 };
 
 __device__ __forceinline__ unsigned weight_of(float probability) {

@@ -123,3 +123,11 @@ __device__ __forceinline__ void allow_next() {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+
+// Ask for `bytes` (a multiple of 16, as the address is) to be in L2 when they are read. A hint: what
+// lies there may still change. A no-op below sm_90, where nothing runs ahead of wait_for_previous().
+__device__ __forceinline__ void prefetch(const void* from, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+#endif
+}

@@ -17,6 +17,8 @@ EDIT = CudaSource("sampling/edit.cu")
 DRAW = CudaSource("sampling/draw.cu")
 THREADS = 256
 EDIT_CHUNK = 4096
+CHUNK_PART_WORDS = 3
+"""draw.cuh's ChunkPart, in 4-byte words."""
 BLOCKS_A_ROW = 32
 ROW_STATE_BYTES = 4 * (2 * 2048 + 4)
 """draw.cu's RowState."""
@@ -40,14 +42,19 @@ def _kernel(entry: str) -> Kernel:
 
 
 class DeviceSampler:
-    """Up to `rows` rows of logits of `width` at a time."""
+    """Up to `rows` rows of logits of `width` at a time. Everything it gives out is a view that its
+    next call overwrites. probabilities: of the rows drawn last, fp32 [rows, width].
+    """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.rows = rows
         self.width = width
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.finite = torch.zeros(rows, dtype=torch.uint8, device=device)
-        self._best = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.edited = torch.empty(rows, width, device=device)
+        self.probabilities = torch.empty(rows, width, device=device)
+        self._chunks = -(-width // EDIT_CHUNK)
+        self._parts = torch.empty(rows * self._chunks * CHUNK_PART_WORDS, device=device)
         self._ranked = torch.zeros(rows, dtype=torch.int64, device=device)
         self._counters = torch.zeros(rows, dtype=torch.int32, device=device)
         self._states = torch.zeros(rows * ROW_STATE_BYTES, dtype=torch.uint8, device=device)
@@ -56,24 +63,21 @@ class DeviceSampler:
         self._sums = torch.empty(rows * BLOCKS_A_ROW, dtype=torch.int32, device=device)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """tokens i64[R] of fp32 logits [R, width], a view that the next call overwrites; the
-        lowest index among equals. `finite` says of each row whether its maximum is a number.
+        """tokens i64[R] of fp32 logits [R, width]; the lowest index among equals. `finite` says of
+        each row whether its maximum is a number.
         """
-        return self._argmax(logits, self.tokens)
-
-    def _argmax(self, logits: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         rows = logits.shape[0]
         _kernel("argmax_rows").launch(
             (BLOCKS_A_ROW, rows, 1),
             (THREADS, 1, 1),
             logits,
-            into,
+            self.tokens,
             self.finite,
             self._ranked,
             self._counters,
             self.width,
         )
-        return into[:rows]
+        return self.tokens[:rows]
 
     def edit(
         self,
@@ -83,22 +87,23 @@ class DeviceSampler:
         values: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> torch.Tensor:
-        """fp32 logits [R, width] with each row's edits and divided by its temperature, a new
-        tensor. edits, ids, values: pack_edits() on the device; counts i32[slots, width].
+        """fp32 logits [R, width] with each row's edits and divided by its temperature. edits, ids,
+        values: pack_edits() on the device; counts i32[slots, width].
         """
-        out = torch.empty_like(logits)
+        rows = logits.shape[0]
         _kernel("edit_logits").launch(
-            (-(-self.width // EDIT_CHUNK), logits.shape[0], 1),
+            (self._chunks, rows, 1),
             (THREADS, 1, 1),
             logits,
-            out,
+            self.edited,
             edits,
             counts,
             ids,
             values,
+            self._parts,
             self.width,
         )
-        return out
+        return self.edited[:rows]
 
     def count(self, counts: torch.Tensor, edits: torch.Tensor, rows: int) -> None:
         """Add the last tokens of the first `rows` rows (at most 1024) to their counts."""
@@ -107,25 +112,26 @@ class DeviceSampler:
             (1, 1, 1), block, counts, edits, self.tokens, rows, self.width
         )
 
-    def draw(self, logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """tokens i64[R], a view that the next call overwrites, from edited fp32 logits [R, width]:
-        greedy rows take the argmax, the others a draw from the softmax. draws: pack_draws() on the
-        device.
+    def draw(self, draws: torch.Tensor, rows: int) -> torch.Tensor:
+        """tokens i64[rows] from the logits edited last: greedy rows take their argmax, the others a
+        draw from the softmax. draws: pack_draws() on the device. `finite` as for argmax().
         """
-        best = self._argmax(logits, self._best)
-        return self.draw_from(torch.softmax(logits, dim=-1), draws, best)
-
-    def draw_from(
-        self, probabilities: torch.Tensor, draws: torch.Tensor, best: torch.Tensor
-    ) -> torch.Tensor:
-        """draw() for fp32 probabilities [R, width] and the argmax of greedy rows."""
-        rows = probabilities.shape[0]
         grid, block = (BLOCKS_A_ROW, rows, 1), (THREADS, 1, 1)
-        _kernel("histogram").launch(grid, block, probabilities, draws, self._states, self.width)
+        _kernel("histogram").launch(
+            grid,
+            block,
+            self.edited,
+            self._parts,
+            draws,
+            self.probabilities,
+            self._states,
+            self.width,
+            self._chunks,
+        )
         _kernel("find_cutoff").launch(
             grid,
             block,
-            probabilities,
+            self.probabilities,
             draws,
             self._states,
             self._candidates,
@@ -135,14 +141,15 @@ class DeviceSampler:
         _kernel("draw_tokens").launch(
             grid,
             block,
-            probabilities,
+            self.probabilities,
             draws,
             self._states,
             self._cutoffs,
             self._sums,
-            best,
+            self._parts,
             self.tokens,
             self.finite,
             self.width,
+            self._chunks,
         )
         return self.tokens[:rows]

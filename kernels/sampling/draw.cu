@@ -1,22 +1,29 @@
-// Draw a token from each row of probabilities: top_k, then top_p, then min_p become one cutoff, and
-// the cumulative weight of what is kept is inverted at a point keyed by (seed, position).
-// Three launches, one after the other, no sort and no host:
-//   histogram   counts and weighs the probabilities by their upper 11 bits;
-//   find_cutoff collects the few that may still lie at the cutoff, and finds it exactly;
+// Draw a token from each row of edited logits: softmax, then top_k, top_p and min_p become one cutoff,
+// and the cumulative weight of what is kept is inverted at a point keyed by (seed, position).
+// Three launches behind edit.cu's, one after the other, no sort and no host:
+//   histogram   makes the probabilities, counts and weighs them by their upper 11 bits;
+//   find_cutoff collects the few that may lie at the cutoff, and finds it exactly;
 //   draw_tokens sums the weights kept and finds where the sum passes the point.
 // All: grid (blocks a row, rows), block 256; blocks of a row meet by counters that go back to zero.
 #include "draw.cuh"
 
-// The lower edge, as float bits, of what must be looked at one by one; 0xffffffff: nothing.
-__device__ __forceinline__ unsigned candidates_from(const unsigned* counts, const unsigned* weights,
-                                                    const Draw& draw, int width) {
-    Found found = {BINS, 0, 0};
-    if (limits_k(draw, width)) {
-        found = find_bin(counts, weights, draw.top_k);
-    } else if (draw.top_p < 1.) {
-        found = find_bin(weights, weights, needed_of(unsigned(WEIGHT_ONE), draw.top_p));
-    }
-    return found.bin == BINS ? 0xffffffffu : found.bin << (32 - DIGITS);
+struct RowState {  // zero before the first launch, and again after the last
+    unsigned counts[BINS], weights[BINS];
+    unsigned largest, candidates, done_cutoff, done_draw;
+};
+
+// The bin at which the row's first limit ends; BINS: nowhere.
+__device__ __forceinline__ Found first_limit(const RowState& state, const Draw& draw, int width) {
+    if (limits_k(draw, width)) return find_bin(state.counts, state.weights, draw.top_k);
+    const unsigned needed = needed_of(unsigned(WEIGHT_ONE), draw.top_p);
+    return find_bin(state.weights, state.weights, needed);
+}
+
+// Whether a value must be looked at again: those in the bin, and with a second limit to come, whose
+// bin is not known yet, all above it.
+__device__ __forceinline__ bool is_candidate(float value, unsigned bin, bool both) {
+    const unsigned own = __float_as_uint(value) >> (32 - DIGITS);
+    return both ? own >= bin : own == bin;
 }
 
 struct Exact {
@@ -52,19 +59,18 @@ __device__ __forceinline__ Exact select(const float* values, int size, unsigned 
     return {__uint_as_float(prefix), left, above};
 }
 
-// The least probability the row draws from.
-__device__ __forceinline__ float exact_cutoff(const float* candidates, int size, const Draw& draw,
-                                              float largest, int width) {
+// The least probability the row draws from. limit: where the first limit ended.
+__device__ __forceinline__ float exact_cutoff(const float* candidates, int size, const Found& limit,
+                                              const Draw& draw, float largest, int width) {
     float cutoff = 0.f;
-    unsigned total = unsigned(WEIGHT_ONE);
-    if (limits_k(draw, width)) {
+    const bool by_k = limits_k(draw, width), by_p = draw.top_p < 1.;
+    if (by_k && by_p) {
         const Exact at_k = select(candidates, size, draw.top_k, false);
         cutoff = fmaxf(at_k.value, 0.f);
-        total = at_k.weight_above + at_k.left * weight_of(cutoff);
-    }
-    if (draw.top_p < 1.) {
-        const Exact at_p = select(candidates, size, needed_of(total, draw.top_p), true);
-        cutoff = fmaxf(cutoff, at_p.value);
+        const unsigned total = at_k.weight_above + at_k.left * weight_of(cutoff);
+        cutoff = fmaxf(cutoff, select(candidates, size, needed_of(total, draw.top_p), true).value);
+    } else if ((by_k || by_p) && limit.bin < BINS) {
+        cutoff = fmaxf(0.f, select(candidates, size, limit.left, by_p).value);
     }
     if (draw.min_p > 0.f) cutoff = fmaxf(cutoff, __fmul_rn(largest, draw.min_p));
     return cutoff;
@@ -88,30 +94,58 @@ __device__ __forceinline__ int2 own_range(int width) {
     return make_int2(min(first, width), min(first + each, width));
 }
 
-struct RowState {  // zero before the first launch, and again after the last
-    unsigned counts[BINS], weights[BINS];
-    unsigned largest, candidates, done_cutoff, done_draw;
+struct Softmax {
+    float largest, inverse;  // p = exp(logit - largest) * inverse
+    int place;
 };
 
-// probabilities f32[rows, width].
+// A row's parts into one, by each warp for itself and always in the same order.
+__device__ __forceinline__ Softmax join_parts(const ChunkPart* parts, int chunks) {
+    const int lane = threadIdx.x % 32;
+    float largest = MINUS_INFINITY, sum = 0.f;
+    int place = 0x7fffffff;
+    for (int c = lane; c < chunks; c += 32) {
+        if (parts[c].largest > largest) largest = parts[c].largest, place = parts[c].place;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        const float other = __shfl_xor_sync(~0u, largest, step);
+        const int at = __shfl_xor_sync(~0u, place, step);
+        if (other > largest || (other == largest && at < place)) largest = other, place = at;
+    }
+    for (int c = lane; c < chunks; c += 32) {
+        const float scale = expf(parts[c].largest - largest);
+        sum += parts[c].largest == MINUS_INFINITY ? 0.f * parts[c].sum : parts[c].sum * scale;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return {largest, __frcp_rn(sum), place};
+}
+
+// logits f32[rows, width] and parts [rows, chunks] from edit.cu; probabilities f32[rows, width].
 extern "C" __global__ void __launch_bounds__(THREADS)
-histogram(const float* probabilities, const Draw* draws, RowState* states, int width) {
+histogram(const float* logits, const ChunkPart* parts, const Draw* draws, float* probabilities,
+          RowState* states, int width, int chunks) {
     const Draw draw = draws[blockIdx.y];
+    if (draw.greedy) return;
     const bool cuts = limits_k(draw, width) || draw.top_p < 1. || draw.min_p > 0.f;
-    if (draw.greedy || !cuts) return;
     __shared__ unsigned counts[BINS], weights[BINS];
     for (int i = threadIdx.x; i < BINS; i += THREADS) counts[i] = weights[i] = 0;
+    const Softmax softmax = join_parts(parts + blockIdx.y * chunks, chunks);
     __syncthreads();
-    const float* row = probabilities + size_t(blockIdx.y) * width;
+    const size_t start = size_t(blockIdx.y) * width;
     const int2 range = own_range(width);
     unsigned largest = 0;
     for (int i = range.x + threadIdx.x; i < range.y; i += THREADS) {
-        const unsigned bits = __float_as_uint(row[i]);
+        const float value = expf(logits[start + i] - softmax.largest) * softmax.inverse;
+        probabilities[start + i] = value;
+        if (!cuts) continue;
+        const unsigned bits = __float_as_uint(value), weight = weight_of(value);
         atomicAdd(&counts[bits >> (32 - DIGITS)], 1u);
-        const unsigned weight = weight_of(row[i]);
         if (weight > 0) atomicAdd(&weights[bits >> (32 - DIGITS)], weight);
         largest = max(largest, bits);
     }
+    if (!cuts) return;
     largest = __reduce_max_sync(~0u, largest);
     RowState& state = states[blockIdx.y];
     if (threadIdx.x % 32 == 0) atomicMax(&state.largest, largest);
@@ -134,19 +168,21 @@ find_cutoff(const float* probabilities, const Draw* draws, RowState* states, flo
         return;
     }
     const size_t start = size_t(blockIdx.y) * width;
+    Found limit = {BINS, 0, 0};
     if (searches) {
-        const unsigned edge = candidates_from(state.counts, state.weights, draw, width);
+        limit = first_limit(state, draw, width);
+        const bool both = limits_k(draw, width) && draw.top_p < 1.;
         const int2 range = own_range(width);
-        for (int i = range.x + threadIdx.x; i < range.y; i += THREADS) {
+        for (int i = range.x + threadIdx.x; i < range.y && limit.bin < BINS; i += THREADS) {
             const float value = probabilities[start + i];
-            if (__float_as_uint(value) < edge) continue;
+            if (!is_candidate(value, limit.bin, both)) continue;
             candidates[start + atomicAdd(&state.candidates, 1u)] = value;
         }
     }
     if (!is_last_of_row(&state.done_cutoff)) return;
     const float largest = __uint_as_float(state.largest);
     const float cutoff =
-        exact_cutoff(candidates + start, state.candidates, draw, largest, width);
+        exact_cutoff(candidates + start, state.candidates, limit, draw, largest, width);
     __syncthreads();
     for (int i = threadIdx.x; i < BINS; i += THREADS) state.counts[i] = state.weights[i] = 0;
     if (threadIdx.x == 0) {
@@ -180,18 +216,22 @@ __device__ __forceinline__ int where_passed(const float* row, int first, int las
     return found;
 }
 
-// sums u32[rows, blocks]; best i64[rows]: each row's argmax, for the greedy ones; tokens i64[rows];
-// finite u8[rows]: whether the row is a distribution at all.
+// sums u32[rows, blocks]; tokens i64[rows]; finite u8[rows]: whether the row is a distribution at all.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 draw_tokens(const float* probabilities, const Draw* draws, RowState* states, const float* cutoffs,
-            unsigned* sums, const long long* best, long long* tokens, unsigned char* finite,
-            int width) {
+            unsigned* sums, const ChunkPart* parts, long long* tokens, unsigned char* finite,
+            int width, int chunks) {
     const Draw draw = draws[blockIdx.y];
     const float* row = probabilities + size_t(blockIdx.y) * width;
-    if (draw.greedy) {
-        if (blockIdx.x == 0 && threadIdx.x == 0) tokens[blockIdx.y] = best[blockIdx.y];
-        return;
+    if (blockIdx.x == 0 && threadIdx.x < 32) {
+        const Softmax softmax = join_parts(parts + blockIdx.y * chunks, chunks);
+        const float infinity = -MINUS_INFINITY;  // a NaN or an infinity makes `inverse` NaN
+        const bool is_finite = fabsf(softmax.largest) < infinity && softmax.inverse > 0.f;
+        if (threadIdx.x == 0) finite[blockIdx.y] = is_finite;
+        // Of a broken row any id will do: it is told.
+        if (threadIdx.x == 0 && draw.greedy) tokens[blockIdx.y] = min(softmax.place, width - 1);
     }
+    if (draw.greedy) return;
     const float cutoff = cutoffs[blockIdx.y];
     const int2 range = own_range(width);
     unsigned mine = 0, all;
@@ -215,5 +255,4 @@ draw_tokens(const float* probabilities, const Draw* draws, RowState* states, con
     const int token = where_passed(row, first, last, cutoff, target - before);
     if (threadIdx.x > 0) return;
     tokens[blockIdx.y] = min(token, width - 1);
-    finite[blockIdx.y] = fabsf(row[0]) < __int_as_float(0x7f800000);  // infinity
 }

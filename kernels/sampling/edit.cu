@@ -1,10 +1,11 @@
 // Edits of the logits that depend on a sequence's own text, then its temperature: the device twin
-// of engine_actor.model.penalties, same order and same roundings.
+// of engine_actor.model.penalties, same order and same roundings. Each block also leaves what the
+// softmax and the argmax of the row need from it.
 //
 // grid (ceil(width / CHUNK), rows), block 256. Bias and bans are short lists of ids, counts a dense
 // table: bit 31 of an entry says that the prompt holds the id, the rest how often the output does.
+#include "draw.cuh"
 
-constexpr int THREADS = 256;
 constexpr int CHUNK = 4096;
 constexpr unsigned IN_PROMPT = 0x80000000u;
 constexpr float LARGEST = 1e30f;
@@ -18,10 +19,46 @@ struct Edit {  // one row's; 32 bytes
     int bans;                  // in bias_ids, behind the biases
 };
 
-// logits, out f32[rows, width] (may be the same); counts u32[.., width].
+// The chunk's largest value with its lowest index, and the sum of exp(value - largest): by the whole
+// block, in an order that depends on nothing but the chunk's size. A NaN ends up in `sum`.
+__device__ __forceinline__ ChunkPart summarise(const float* chunk, int size, int first) {
+    __shared__ float highs[THREADS / 32], sums[THREADS / 32];
+    __shared__ int places[THREADS / 32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float high = MINUS_INFINITY;
+    int place = first + size - 1;
+    for (int i = threadIdx.x; i < size; i += THREADS) {
+        if (chunk[i] > high) high = chunk[i], place = first + i;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+        const float other = __shfl_xor_sync(~0u, high, step);
+        const int at = __shfl_xor_sync(~0u, place, step);
+        if (other > high || (other == high && at < place)) high = other, place = at;
+    }
+    if (lane == 0) highs[warp] = high, places[warp] = place;
+    __syncthreads();
+    for (int w = 0; w < THREADS / 32; ++w) {
+        const bool wins = highs[w] > high || (highs[w] == high && places[w] < place);
+        if (wins) high = highs[w], place = places[w];
+    }
+    float sum = 0.f;
+    for (int i = threadIdx.x; i < size; i += THREADS) {
+        sum += chunk[i] == MINUS_INFINITY ? 0.f : expf(chunk[i] - high);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();
+    sum = 0.f;
+    for (int w = 0; w < THREADS / 32; ++w) sum += sums[w];
+    return {high, sum, place};
+}
+
+// logits, out f32[rows, width] (may be the same); counts u32[.., width]; parts [rows, chunks].
 extern "C" __global__ void __launch_bounds__(THREADS)
 edit_logits(const float* logits, float* out, const Edit* edits, const unsigned* counts,
-            const int* bias_ids, const float* bias_values, int width) {
+            const int* bias_ids, const float* bias_values, ChunkPart* parts, int width) {
     __shared__ float chunk[CHUNK];
     const Edit edit = edits[blockIdx.y];
     const int first = blockIdx.x * CHUNK, size = min(CHUNK, width - first);
@@ -56,12 +93,16 @@ edit_logits(const float* logits, float* out, const Edit* edits, const unsigned* 
     }
     for (int i = threadIdx.x; i < edit.bans; i += THREADS) {
         const int at = bias_ids[edit.first_bias + edit.biases + i] - first;
-        if (at >= 0 && at < size) chunk[at] = __int_as_float(0xff800000);  // minus infinity
+        if (at >= 0 && at < size) chunk[at] = MINUS_INFINITY;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < size; i += THREADS) {
-        out[row + i] = edit.temperature > 0.f ? __fdiv_rn(chunk[i], edit.temperature) : chunk[i];
+        if (edit.temperature > 0.f) chunk[i] = __fdiv_rn(chunk[i], edit.temperature);
+        out[row + i] = chunk[i];
     }
+    __syncthreads();
+    const ChunkPart part = summarise(chunk, size, first);
+    if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = part;
 }
 
 // counts[rows[i], tokens[i]] += 1 for every row that keeps counts. grid 1, block >= rows.

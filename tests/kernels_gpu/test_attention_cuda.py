@@ -10,7 +10,6 @@ from kernels.attention.cuda import (
     CudaPlan,
     DecodeTensors,
     plan_attention_cuda,
-    tiles_per_split,
 )
 from kernels.attention.op import ATTENTION
 from kernels.pack.int8_kv import Int8KV
@@ -157,9 +156,3 @@ def test_repeated_launches_give_equal_bits() -> None:
     first = ATTEND(q, kv, plan(case, None))
     for _ in range(20):
         assert torch.equal(ATTEND(q, kv, plan(case, None)), first)
-
-
-@pytest.mark.parametrize(("tiles", "units"), [(1, 2), (32, 2), (8, 512), (2048, 2), (60_000, 128)])
-def test_splits_stay_within_their_bounds(tiles: int, units: int) -> None:
-    each = tiles_per_split(tiles, units, 132)
-    assert -(-tiles // each) <= 128

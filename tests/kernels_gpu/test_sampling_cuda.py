@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -65,24 +66,52 @@ def keyed(draws: tuple[Draw, ...], seed: int) -> list[Draw]:
     ]
 
 
+def edited(
+    device: DeviceSampler, logits: torch.Tensor, temperatures: Sequence[float]
+) -> torch.Tensor:
+    """The logits divided, without other edits."""
+    edits, ids, values = pack_edits([Edit(temperature=t) for t in temperatures])
+    return device.edit(logits, edits.cuda(), ids.cuda(), values.cuda(), None)
+
+
+def expected(device: DeviceSampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+    """The references' tokens for the probabilities that the device made."""
+    return [
+        int(logits[row].argmax())
+        if d.greedy
+        else draw_reference(device.probabilities[row], d, uniform(d.seed, d.position))
+        for row, d in enumerate(draws)
+    ]
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 8.0])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_draws_equal_the_reference(width: int, spread: float) -> None:
     """The same probabilities give the same token, flat and peaked, ties included."""
     logits = torch.randn(len(DRAWS), width, device="cuda") * spread
     logits[:, ::3] = logits[:, :1].clone()
-    device, probabilities = sampler_for(logits), torch.softmax(logits, -1)
-    best = logits.argmax(-1)
+    device = sampler_for(logits)
+    scaled = edited(device, logits, [0.0 if d.greedy else 0.8 for d in DRAWS])
     for seed in range(3):
         draws = keyed(DRAWS, seed)
-        got = device.draw_from(probabilities, pack_draws(draws).cuda(), best).tolist()
-        want = [
-            int(best[row])
-            if d.greedy
-            else draw_reference(probabilities[row], d, uniform(d.seed, d.position))
-            for row, d in enumerate(draws)
-        ]
-        assert got == want
+        got = device.draw(pack_draws(draws).cuda(), len(draws)).tolist()
+        assert got == expected(device, logits, draws)
+    drawn = [row for row, d in enumerate(DRAWS) if not d.greedy]
+    want = torch.softmax(scaled[drawn].double(), -1)
+    torch.testing.assert_close(device.probabilities[drawn].double(), want, rtol=2e-5, atol=1e-12)
+    assert device.finite.all()
+
+
+def test_a_row_gives_the_same_bits_in_any_batch() -> None:
+    """Alone, and third of five."""
+    logits = torch.randn(5, 50_000, device="cuda") * 4
+    many, alone = sampler_for(logits), sampler_for(logits[:1])
+    draws = keyed((Draw(top_p=0.9),) * 5, 1)
+    edited(many, logits, [0.7] * 5)
+    token = int(many.draw(pack_draws(draws).cuda(), 5)[2])
+    edited(alone, logits[2:3].contiguous(), [0.7])
+    assert int(alone.draw(pack_draws(draws[2:3]).cuda(), 1)[0]) == token
+    assert torch.equal(alone.probabilities[0], many.probabilities[2])
 
 
 def test_draws_equal_the_engines_sampler() -> None:
@@ -105,12 +134,9 @@ def test_draws_equal_the_engines_sampler() -> None:
         device = sampler_for(logits)
         asked = [SampleRow(("c", i), p, [], [], position) for i, p in enumerate(params)]
         want = [token.token for token in sampler.sample(logits, asked)]
-        edits, ids, values = pack_edits([Edit(temperature=p.temperature) for p in params])
-        edited = device.edit(logits, edits.cuda(), ids.cuda(), values.cuda(), None)
-        draws = pack_draws(
-            [Draw(p.top_p, p.min_p, p.top_k, p.seed or 0, position, p.greedy) for p in params]
-        )
-        assert device.draw(edited, draws.cuda()).tolist() == want
+        edited(device, logits, [p.temperature for p in params])
+        draws = [Draw(p.top_p, p.min_p, p.top_k, p.seed or 0, position, p.greedy) for p in params]
+        assert device.draw(pack_draws(draws).cuda(), rows).tolist() == want
         assert device.finite.all()
 
 
@@ -165,31 +191,37 @@ def test_edits_equal_the_engines_penalties() -> None:
 def test_a_step_of_sampling_is_captured_and_replayed() -> None:
     """Fixed addresses: new logits and new draws go in by copies."""
     width, rows = 9000, 4
-    logits = torch.empty(rows, width, device="cuda")
+    logits = torch.zeros(rows, width, device="cuda")
     device = sampler_for(logits)
     packed = pack_draws([Draw()] * rows).cuda()
-    device.draw(logits.normal_(), packed)
+    edits, ids, values = (t.cuda() for t in pack_edits([Edit(temperature=0.9)] * rows))
+    device.edit(logits, edits, ids, values, None)
+    device.draw(packed, rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens = device.draw(logits, packed)
+        device.edit(logits, edits, ids, values, None)
+        tokens = device.draw(packed, rows)
     for seed in range(4):
         logits.normal_().mul_(3)
         draws = keyed((Draw(top_p=0.8), Draw(greedy=True), Draw(top_k=9), Draw()), seed)
         packed.copy_(pack_draws(draws))
         graph.replay()
-        probabilities = torch.softmax(logits, -1)
-        want = [
-            int(logits[row].argmax())
-            if d.greedy
-            else draw_reference(probabilities[row], d, uniform(d.seed, d.position))
-            for row, d in enumerate(draws)
-        ]
-        assert tokens.tolist() == want
+        assert tokens.tolist() == expected(device, logits, draws)
 
 
-def test_a_row_of_nan_is_told() -> None:
-    logits = torch.randn(3, 500, device="cuda")
-    logits[1, 77] = torch.nan
-    device = sampler_for(logits)
-    device.draw(logits, pack_draws([Draw(top_p=0.9, seed=i) for i in range(3)]).cuda())
-    assert device.finite.tolist() == [1, 0, 1]
+def test_broken_rows_are_told() -> None:
+    """NaN, infinity, nothing finite, all banned but one: greedy and drawn alike."""
+    for greedy in (False, True):
+        logits = torch.randn(6, 9000, device="cuda")
+        logits[1, 77] = torch.nan
+        logits[2, 8000] = torch.inf
+        logits[3] = -torch.inf
+        logits[4] = -torch.inf
+        logits[4, 5001] = -3.0
+        device = sampler_for(logits)
+        edited(device, logits, [1.0] * 6)
+        draws = [Draw(top_p=0.9, seed=i, greedy=greedy) for i in range(6)]
+        tokens = device.draw(pack_draws(draws).cuda(), 6).tolist()
+        assert device.finite.tolist() == [1, 0, 0, 0, 1, 1]
+        assert tokens[4] == 5001
+        assert all(0 <= token < 9000 for token in tokens)

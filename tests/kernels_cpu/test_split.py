@@ -1,0 +1,67 @@
+"""How paged decode attention is cut into blocks: a pure function of lengths and card."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.attention.cuda import MOST_SPLITS, WARPS, CudaAttention, Split, split_of
+from kernels.attention.op import ATTENTION
+from kernels.spec.op import OpKey
+
+
+@pytest.mark.parametrize(
+    ("tiles", "units", "kv_bits", "split"),
+    [
+        (1, 2, 16, Split(1, 8)),
+        (16, 2, 8, Split(16, 8)),
+        (32, 2, 16, Split(4, 8)),  # one sequence of 512 tokens: eight blocks a KV head
+        (512, 2, 16, Split(16, 8)),
+        (128, 128, 16, Split(128, 8)),  # as many pairs as multiprocessors: nothing is split
+        (128, 128, 8, Split(128, 16)),
+        (32, 128, 8, Split(16, 8)),
+        (1024, 16, 16, Split(128, 8)),
+        (8192, 4, 16, Split(256, 8)),
+        (512, 256, 8, Split(512, 16)),
+    ],
+)
+def test_known_cases(tiles: int, units: int, kv_bits: int, split: Split) -> None:
+    """Measured on an H200 of 132 multiprocessors."""
+    assert split_of(tiles, units, 132, kv_bits) == split
+
+
+@given(
+    tiles=st.integers(1, 70_000),
+    units=st.integers(1, 600),
+    multiprocessors=st.integers(1, 150),
+    kv_bits=st.sampled_from([8, 16]),
+)
+def test_a_batch_runs_in_one_wave(
+    tiles: int, units: int, multiprocessors: int, kv_bits: int
+) -> None:
+    """Never more blocks than places unless every sequence already has a block of its own."""
+    split = split_of(tiles, units, multiprocessors, kv_bits)
+    assert split.tiles >= 1
+    assert split.warps in (8, WARPS[kv_bits])
+    splits = -(-tiles // split.tiles)
+    places = multiprocessors * WARPS[kv_bits] // split.warps
+    assert splits <= MOST_SPLITS
+    assert splits == 1 or splits * units <= places
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"dtype": "bfloat16", "bits": 8}, None),
+        ({"device": "cpu"}, "runs on a GPU only"),
+        ({"dtype": "float32"}, "computes in half precision, not float32"),
+        ({"k": 80}, "heads of 80 are not among (64, 96, 128)"),
+        ({"n": 8}, "blocks of 8 tokens are not whole tiles of 16"),
+        ({"exact": True}, "sums depend on how a sequence is split"),
+    ],
+)
+def test_what_it_refuses(change: dict[str, object], why: str | None) -> None:
+    key = {"op": ATTENTION.name, "device": "cuda", "dtype": "float16", "n": 16, "k": 128}
+    assert CudaAttention().refuse(OpKey(**(key | change))) == why  # type: ignore[arg-type]
