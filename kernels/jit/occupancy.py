@@ -33,6 +33,10 @@ class Limits:
     shared_bytes: int
 
 
+BLOCK_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+"""Most shared memory of one block, in bytes."""
+SHOWN = 86
+"""The architecture of the page: the smallest card the project is for."""
 LIMITS = {
     80: Limits(64, 32, 164 * 1024),
     86: Limits(48, 16, 100 * 1024),
@@ -57,7 +61,7 @@ def blocks_per_multiprocessor(took: Resources, threads: int, dynamic_shared: int
     )
 
 
-def occupancy_page(variants: Sequence[Variant], sm: int = 86) -> str:
+def occupancy_page(variants: Sequence[Variant], sm: int = SHOWN) -> str:
     """The table of docs/kernels/occupancy.md."""
     limits = LIMITS[sm]
     version = ".".join(map(str, nvrtc().version))

@@ -6,7 +6,7 @@ Knows no kernel by name: a new source is checked as soon as its module lists its
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
@@ -26,14 +26,12 @@ def shipped_variants() -> tuple[Variant, ...]:
     return tuple(found[name] for name in sorted(found))
 
 
-def compile_all(variants: tuple[Variant, ...], workers: int = 2) -> None:
-    """Compile every program that the variants need, each once. NVRTC lets go of Python's lock."""
-    programs = {
-        (variant.source, tuple(sorted(variant.defines.items())), sm)
-        for variant in variants
-        for sm in ARCHITECTURES
-        if sm >= variant.first_sm
-    }
+def compile_all(checks: Iterable[tuple[Variant, int]], workers: int = 2) -> None:
+    """Compile what is needed of each (variant, architecture), once; NVRTC lets go of Python's lock.
+
+    Raises CompileError for the first program with errors.
+    """
+    programs = {(v.source, tuple(sorted(v.defines.items())), sm) for v, sm in checks}
     with ThreadPoolExecutor(workers) as pool:
         tasks = [
             pool.submit(source.compiled, dict(defines), sm)

@@ -18,6 +18,11 @@ from kernels.linear.dequantise_cublas import DequantiseCublas
 from kernels.linear.row_policy import FEW_ROWS, MOST_ROWS, Policy, RowChoice, row_choices
 from kernels.linear.seed import SeedBatchTile, SeedGemv, SeedTiled
 from kernels.linear.strip import StripWeights, to_strips
+from kernels.linear.strip_dense import StripCublas
+from kernels.linear.strip_few import FewRows
+from kernels.linear.strip_gemm import GemmAmpere
+from kernels.linear.strip_gemm_hopper import GemmHopper
+from kernels.linear.w8_gemv import W8Gemv
 from kernels.linear.weights import LinearFn, Weights, linear_key
 from kernels.pack.dense_linear import DenseLinear
 from kernels.pack.packed_linear import PackedLinear
@@ -46,6 +51,11 @@ class StripBackend(Protocol):
 
 
 BACKENDS: tuple[CudaBackend, ...] = (
+    W8Gemv(),
+    FewRows(),
+    GemmHopper(),
+    GemmAmpere(),
+    StripCublas(),
     SeedTiled(),
     SeedBatchTile(4),
     SeedGemv(),

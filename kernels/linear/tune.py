@@ -1,6 +1,6 @@
 """Measuring every CUDA backend on this card, and turning the times into rows of a tuned table.
 
-The deciding part is pure and tested without a GPU; `Timer` is what measures. Knows no model.
+The deciding part is pure and tested without a GPU; `ShapeTimer` is what measures. Knows no model.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 
 from kernels.jit.timing import copies_for, graph_times
 from kernels.linear.cost import weight_bytes
-from kernels.linear.cuda import BACKENDS, CudaBackend
+from kernels.linear.cuda import BACKENDS, CudaBackend, StripBackend
 from kernels.linear.row_policy import MOST_ROWS
+from kernels.linear.strip import StripWeights, to_strips
+from kernels.linear.weights import LinearFn
 from kernels.pack.packed_linear import PackedLinear
 from kernels.spec.device import card_name, compute_capability
 from kernels.spec.op import OpKey
@@ -27,12 +29,20 @@ WORTH_IT = 0.97
 """A backend takes over from the one for fewer rows only where it needs at most this of its time:
 a table that changes its mind at every step would be noise.
 """
+HOPELESS, HOPELESS_FROM = 12.0, 64
+"""A backend that needs so many times the best with at least so many rows is not asked with more.
+With few rows it may only be paying a fixed price.
+"""
 ITERATIONS, WARMUP = 7, 2
 MOST_COPIES = 8
-Timer = Callable[[CudaBackend, OpKey], float]
-"""Milliseconds of one call for a key with its rows."""
+RowTimer = Callable[[int], float]
+"""Milliseconds of one call with so many rows."""
+Timer = Callable[[CudaBackend, OpKey], RowTimer]
+"""For one backend and shape."""
 Progress = Callable[[str, int, int], None]
 """(what, done, total)."""
+Times = dict[int, dict[str, float]]
+"""rows -> backend -> milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +57,40 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.n}x{self.k} W{self.bits}"
 
+    def key(self, sm: int) -> OpKey:
+        """The question to a backend, its rows left open."""
+        return OpKey("linear", "cuda", "float16", 0, self.n, self.k, self.bits, self.group, sm=sm)
+
 
 def tune(
     shapes: Sequence[Shape],
-    timer: Timer,
+    timer_for: Callable[[Shape], Timer],
     progress: Progress,
     backends: Sequence[CudaBackend] = BACKENDS,
     sm: int = 0,
 ) -> list[TunedRow]:
     """Rows for all shapes; a shape that no backend takes makes none."""
     found: list[TunedRow] = []
-    total, done = len(shapes) * len(TUNED_ROWS), 0
-    for shape in shapes:
-        times: dict[int, dict[str, float]] = {}
-        for rows in TUNED_ROWS:
-            key = OpKey(
-                "linear", "cuda", "float16", rows, shape.n, shape.k, shape.bits, shape.group, sm=sm
-            )
-            takers = [backend for backend in backends if backend.refuse(key) is None]
-            times[rows] = {backend.name: timer(backend, key) for backend in takers}
-            done += 1
-            progress(f"{shape}, {rows} rows", done, total)
-        found += table_rows(shape, times)
+    for done, shape in enumerate(shapes):
+        progress(f"{shape}", done, len(shapes))
+        found += table_rows(shape, time_shape(shape, timer_for(shape), backends, sm))
+    progress("done", len(shapes), len(shapes))
     return found
+
+
+def time_shape(shape: Shape, timer: Timer, backends: Sequence[CudaBackend], sm: int) -> Times:
+    """Every backend at every number of rows that it takes, less the hopeless."""
+    timers = {backend.name: timer(backend, shape.key(sm)) for backend in backends}
+    times: Times = {}
+    left = list(backends)
+    for rows in TUNED_ROWS:
+        key = replace(shape.key(sm), m=rows)
+        takers = [backend for backend in left if backend.refuse(key) is None]
+        times[rows] = {backend.name: timers[backend.name](rows) for backend in takers}
+        if rows >= HOPELESS_FROM:
+            worst = HOPELESS * min(times[rows].values(), default=0.0)
+            left = [one for one in left if times[rows].get(one.name, worst) <= worst]
+    return times
 
 
 def table_rows(shape: Shape, times: Mapping[int, Mapping[str, float]]) -> Iterator[TunedRow]:
@@ -102,13 +123,35 @@ def table_rows(shape: Shape, times: Mapping[int, Mapping[str, float]]) -> Iterat
         )
 
 
-def time_backend(backend: CudaBackend, key: OpKey) -> float:
-    """The Timer of the current CUDA device: graphs over rotated copies of random weights."""
-    copies = min(MOST_COPIES, copies_for(weight_bytes(replace(key, m=0))))
-    functions = [backend.prepare(_random_layer(key, seed), torch.float16) for seed in range(copies)]
-    x = torch.randn(key.m, key.k, device="cuda", dtype=torch.float16)
-    calls = [lambda run=run: run(x) for run in functions]  # type: ignore[misc]
-    return median(graph_times(calls, ITERATIONS, WARMUP))
+class ShapeTimer:
+    """The Timer of the current CUDA device for one shape: graphs over rotated copies of random
+    weights, re-laid once for all backends that read strips.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        key = shape.key(0)
+        count = min(MOST_COPIES, copies_for(weight_bytes(key)))
+        self._layers = [_random_layer(key, seed) for seed in range(count)]
+        self._strips: list[StripWeights] = []
+
+    def __call__(self, backend: CudaBackend, key: OpKey) -> RowTimer:
+        functions: list[LinearFn] = []
+
+        def milliseconds(rows: int) -> float:
+            if not functions:
+                functions.extend(self._prepare(backend))
+            x = torch.randn(rows, key.k, device="cuda", dtype=torch.float16)
+            calls = [lambda run=run: run(x) for run in functions]  # type: ignore[misc]
+            return median(graph_times(calls, ITERATIONS, WARMUP))
+
+        return milliseconds
+
+    def _prepare(self, backend: CudaBackend) -> list[LinearFn]:
+        if not isinstance(backend, StripBackend):
+            return [backend.prepare(layer, torch.float16) for layer in self._layers]
+        if not self._strips:
+            self._strips = [to_strips(layer) for layer in self._layers]
+        return [backend.prepare_strips(strips, torch.float16) for strips in self._strips]
 
 
 def tune_this_card(shapes: Sequence[Shape], progress: Progress) -> tuple[Path, list[TunedRow]]:
@@ -116,7 +159,7 @@ def tune_this_card(shapes: Sequence[Shape], progress: Progress) -> tuple[Path, l
     later will ask first. Returns where it is, and its rows.
     """
     sm = compute_capability(torch.device("cuda"))
-    rows = tune(shapes, time_backend, progress, sm=sm)
+    rows = tune(shapes, ShapeTimer, progress, sm=sm)
     path = user_table(sm, card_name())
     head = f"Measured on this {card_name()} (sm_{sm}) by deepinfer-sm86 tune.\nDelete to forget."
     write_table(path, rows, head)

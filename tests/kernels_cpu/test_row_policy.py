@@ -20,6 +20,7 @@ from kernels.spec.tuned import (
     user_table,
     write_table,
 )
+from tests.house_rules.sources import ROOT
 
 KEY = OpKey("linear", "cuda", "float16", n=5632, k=2048, bits=4, group=128, sm=86)
 
@@ -145,11 +146,11 @@ def test_other_cards_use_the_nearest_table() -> None:
 
 @pytest.mark.parametrize("sm", [86, 90])
 def test_shipped_rows_name_backends_and_their_evidence(sm: int) -> None:
-    """A row without either is no evidence."""
+    """A row is worth what its result file is worth."""
     names = {backend.name for backend in BACKENDS}
     for row in shipped_table(sm).rows:
         assert row.backend in names
-        assert row.evidence
+        assert (ROOT / row.evidence).is_file(), row.evidence
         for bound in (row.m[0], row.m[1] + 1):
             # Above 256 rows a policy can only change at powers of two.
             assert bound <= 257 or bound & (bound - 1) == 0
@@ -173,6 +174,37 @@ def test_rows_are_cut_without_gaps() -> None:
     assert steps[0] == (1, 1)
     assert [first for first, _ in steps[1:]] == [last + 1 for _, last in steps[:-1]]
     assert steps[255:258] == [(256, 256), (257, 511), (512, 1023)]
+
+
+@pytest.mark.parametrize(
+    ("sm", "rows", "expect"),
+    [
+        (86, 1, "cuda.strip_few"),
+        (86, 64, "cuda.strip_few"),
+        (86, 65, "cuda.gemm_ampere"),
+        (90, 64, "cuda.strip_few"),
+        (90, 65, "cuda.gemm_hopper"),
+        (90, 4096, "cuda.gemm_hopper"),
+        (120, 4096, "cuda.gemm_ampere"),
+    ],
+)
+def test_what_the_shipped_tables_say(sm: int, rows: int, expect: str) -> None:
+    """The regimes; a layer without strips falls to the kernels on the bytes on disk."""
+    key = replace(KEY, sm=sm, m=rows)
+    assert choose_for_rows(BACKENDS, key, "tuned", (shipped_table(sm),))[1].backend == expect
+    odd = replace(key, group=16)
+    found, choice = choose_for_rows(BACKENDS, odd, "tuned", (shipped_table(sm),))
+    assert "strip" not in found.name
+    assert choice.why == "docs/results/qwen_sm86_tiled_prefill.json"
+    reasons = [str(verdict.refusal) for verdict in choice.passed_over]
+    assert any("group 16 is none of" in reason for reason in reasons)
+
+
+def test_eight_bits_have_a_way_for_any_rows() -> None:
+    """The head: its own kernel for a few rows, made dense for many."""
+    key = replace(KEY, bits=8, group=2048, n=151936)
+    names = [choice.backend for _, choice in Cuda().choices(key)]
+    assert names == ["cuda.w8_gemv", "cuda.dequantise_cublas"]
 
 
 def test_bf16_is_cast_for_kernels_that_want_fp16() -> None:

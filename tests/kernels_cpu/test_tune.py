@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.linear.row_policy import MOST_ROWS, choose_for_rows
-from kernels.linear.tune import TUNED_ROWS, Shape, table_rows, tune
+from kernels.linear.tune import TUNED_ROWS, RowTimer, Shape, table_rows, time_shape, tune
 from kernels.linear.weights import LinearFn, Weights
 from kernels.spec.op import OpKey
 from kernels.spec.tuned import TunedRow, TunedTable
@@ -35,28 +35,35 @@ class Timed:
 FEW, MANY = Timed("few", 1.0, 1.0, most=300), Timed("many", 60.0, 0.1)
 
 
-def told(backend: object, key: OpKey) -> float:
+def told(backend: object, key: OpKey) -> RowTimer:
     """The timer."""
     assert isinstance(backend, Timed)
-    return backend.start + backend.each * key.m
+    return lambda rows: backend.start + backend.each * rows
 
 
 def test_each_backend_gets_the_rows_it_wins() -> None:
     """64 rows: 65 against 66.4, 96 rows: 97 against 69.6."""
     seen: list[tuple[str, int, int]] = []
-    rows = tune([SHAPE], told, lambda *step: seen.append(step), (FEW, MANY))
+    rows = tune([SHAPE], lambda shape: told, lambda *step: seen.append(step), (FEW, MANY))
     assert [(row.backend, row.m) for row in rows] == [
         ("few", (1, 64)),
         ("many", (65, MOST_ROWS - 1)),
     ]
     assert {(row.bits, row.n, row.k) for row in rows} == {((4,), (64, 64), (128, 128))}
     assert rows[0].evidence.startswith("tuned here: 2000.0 us at 1, 3000.0 us at 2")
-    assert seen[0] == ("64x128 W4, 1 rows", 1, len(TUNED_ROWS))
-    assert seen[-1][1:] == (len(TUNED_ROWS), len(TUNED_ROWS))
+    assert seen == [("64x128 W4", 0, 1), ("done", 1, 1)]
     table = TunedTable("mine", tuple(rows))
     for m, expect in ((1, "few"), (64, "few"), (65, "many"), (5000, "many")):
         key = OpKey("linear", "cuda", "float16", m, 64, 128, 4, 32)
         assert choose_for_rows((FEW, MANY), key, "tuned", (table,))[1].backend == expect
+
+
+def test_the_hopeless_are_not_asked_again() -> None:
+    """What needs twelve times the best at 64 rows will not win at 2,047, and costs seconds."""
+    slow = Timed("slow", 0.0, 20.0)
+    times = time_shape(SHAPE, told, (FEW, MANY, slow), 0)
+    assert max(rows for rows, found in times.items() if "slow" in found) == 64
+    assert set(times[2047]) == {"many"}
 
 
 @pytest.mark.parametrize(
