@@ -46,21 +46,18 @@ STRIP_INLINE constexpr unsigned bias_of(int pair) {
     return place == 4 ? 0x4d004d00u : place % 2 ? 0x58205820u : 0x64046404u;  // 16, 128, 1024 + 4
 }
 
-// Word j of a W4 block to the four biased pairs of mma step j.
-STRIP_INLINE void biased_word(unsigned word, int j, unsigned (&pairs)[PAIRS]) {
-    const unsigned high = word >> 8;
-    pairs[4 * j + 0] = masked_or(word, 0x000f000f, 0x64006400);
-    pairs[4 * j + 1] = masked_or(word, 0x00f000f0, 0x54005400);
-    pairs[4 * j + 2] = masked_or(high, 0x000f000f, 0x64006400);
-    pairs[4 * j + 3] = masked_or(high, 0x00f000f0, 0x54005400);
-}
-
 // The words of a block to 16 biased pairs.
 STRIP_INLINE void biased_pairs(const unsigned (&words)[4], unsigned (&pairs)[PAIRS]) {
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int j = 0; j < 4; ++j) biased_word(words[j], j, pairs);
+    for (int j = 0; j < 4; ++j) {
+        const unsigned low = words[j], high = words[j] >> 8;
+        pairs[4 * j + 0] = masked_or(low, 0x000f000f, 0x64006400);
+        pairs[4 * j + 1] = masked_or(low, 0x00f000f0, 0x54005400);
+        pairs[4 * j + 2] = masked_or(high, 0x000f000f, 0x64006400);
+        pairs[4 * j + 3] = masked_or(high, 0x00f000f0, 0x54005400);
+    }
 }
 
 STRIP_INLINE void biased_pairs(const unsigned (&words)[3], unsigned (&pairs)[PAIRS]) {
@@ -121,13 +118,14 @@ struct RowScales {
     __half2 scale[2], offset[2];
 };
 
-// Biased codes to weights, pairs FIRST .. LAST - 1: s q, or s q + o, rounded once from the exact
-// code. Even pairs are of row g, odd ones of row g + 8.
-template <int WIDTH, bool WITH_OFFSETS, int FIRST, int LAST>
+// Biased codes to weights: s q, or s q + o, rounded once from the exact code. Even pairs are of row
+// g, odd ones of row g + 8.
+template <int WIDTH, bool WITH_OFFSETS>
 STRIP_INLINE void weigh(unsigned (&pairs)[PAIRS], const RowScales& rows) {
+    unbias<WIDTH>(pairs);
 #pragma unroll
-    for (int p = FIRST; p < LAST; ++p) {
-        const __half2 code = __hsub2(as_half2(pairs[p]), as_half2(bias_of<WIDTH>(p)));
+    for (int p = 0; p < PAIRS; ++p) {
+        const __half2 code = as_half2(pairs[p]);
         pairs[p] = as_word(WITH_OFFSETS ? __hfma2(code, rows.scale[p % 2], rows.offset[p % 2])
                                         : __hmul2(code, rows.scale[p % 2]));
     }

@@ -1,86 +1,81 @@
-"""Which kernel, in which shape, for so many rows and strips on a card. Pure arithmetic.
+"""Which shape of a block for so many rows and strips on a card. Pure arithmetic.
 
 What decides is how many strips there are for each multiprocessor: few strips want many warps along
-K, many strips short blocks. Thresholds and shapes are the best of a sweep on an H200 (sm_90); on
-the smaller cards of sm_86 most layers have more strips for each multiprocessor, so they take the
-shapes of wide layers here. Kept apart so that re-measuring changes this file only.
+K, many strips short blocks with several strips each. Thresholds and shapes are the best of a sweep
+on an H200 (sm_90). The smaller cards of sm_86 have more strips for each multiprocessor, so most
+layers take the shapes of wide ones there. Kept apart so that re-measuring changes this file only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from kernels.linear.strip_batch import BatchTile
 from kernels.linear.strip_gemv import GemvTile
 
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """strip_batch.cu in a shape, K in `splits` shares."""
-
-    tile: BatchTile
-    splits: int
-
-
-Choice = GemvTile | Batch
+FEW, MIDDLE = 1.75, 5.5
+"""Strips for each multiprocessor: below FEW a layer is narrow, above MIDDLE it is wide."""
+LONG_STEPS = 64
+SHORT_STEPS = 16
+"""K in steps of 128: from LONG on it is worth asking early, up to SHORT a turn or two is all."""
+MOST_SHORT = 16
+"""A short layer with more strips than so many for each multiprocessor is a head: many waves."""
 
 ALONG_K = GemvTile(8, warps=16, unroll=1, resident=2)
 ALONG_LONG_K = {
     4: GemvTile(8, warps=16, unroll=2, prefetch=True),
     3: GemvTile(8, warps=16, unroll=1, prefetch=True),
 }
-MIDDLE = GemvTile(8, warps=8, unroll=1, resident=4)
+HALF_K = GemvTile(8, warps=8, unroll=1, resident=4)
 WIDE = GemvTile(8, warps=4, unroll=1, resident=8)
 WIDE_PAIRS = GemvTile(8, warps=4, unroll=1, strips=2, resident=5)
 
 ALONG_K_16 = GemvTile(16, warps=16, unroll=1)
 ALONG_K_PAIRS_16 = GemvTile(16, warps=16, unroll=1, strips=2)
-MIDDLE_16 = GemvTile(16, warps=8, unroll=1, resident=3)
-WIDE_PAIRS_16 = GemvTile(16, warps=4, unroll=1, strips=2, resident=4)
+HALF_K_16 = GemvTile(16, warps=8, unroll=1, resident=3)
+WIDE_PAIRS_16 = {
+    4: GemvTile(16, warps=4, unroll=1, strips=2, resident=5),
+    3: GemvTile(16, warps=4, unroll=1, strips=2, resident=4),
+}
+WIDE_FOURS_16 = GemvTile(16, warps=4, unroll=1, strips=4, resident=3)
 
-BATCH_ROWS = (32, 48, 64)
+ALONG_K_32 = GemvTile(32, warps=16, unroll=1)
+ALONG_K_PAIRS_32 = GemvTile(32, warps=16, unroll=1, strips=2)
+HALF_K_PAIRS_32 = GemvTile(32, warps=8, unroll=1, strips=2, resident=2)
+WIDE_32 = {
+    4: GemvTile(32, warps=4, unroll=1, strips=4, resident=3),
+    3: GemvTile(32, warps=4, unroll=1, strips=2, resident=4),
+}
 
 
-def choose_kernel(m: int, strips: int, steps: int, bits: int, multiprocessors: int) -> Choice:
-    """For m rows of x (1 .. 64), N = 16 * strips, K = steps of strip.STEP_COLUMNS[bits]."""
+def choose_tile(m: int, strips: int, columns: int, bits: int, multiprocessors: int) -> GemvTile:
+    """For m rows of x (from 1), N = 16 * strips, K = columns. More than 32 rows take turns."""
     share = strips / multiprocessors
+    steps = columns // 128
     if m <= 8:
-        return _few(share, steps, bits)
+        return _up_to_8(share, steps, bits)
     if m <= 16:
-        return _some(share)
-    return _many(m, strips, steps, bits, multiprocessors)
+        return _up_to_16(share, steps, bits)
+    if share > MIDDLE:
+        return WIDE_32[bits]
+    if share > FEW:
+        return HALF_K_PAIRS_32
+    if m <= 32:
+        return ALONG_K_PAIRS_32 if share > 1 else ALONG_K_32
+    return HALF_K_PAIRS_32 if share > 1 else ALONG_K_PAIRS_32
 
 
-def _few(share: float, steps: int, bits: int) -> GemvTile:
-    """Up to 8 rows. share: strips for each multiprocessor."""
-    is_long = steps * (2 if bits == 3 else 1) >= 64
-    if share <= 1.75:
-        return ALONG_LONG_K[bits] if is_long and share <= 1 else ALONG_K
-    if share <= 5.5:
-        return MIDDLE
-    return WIDE_PAIRS if steps <= 16 and bits == 4 else WIDE
+def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:
+    if share <= FEW:
+        return ALONG_LONG_K[bits] if steps >= LONG_STEPS and share <= 1 else ALONG_K
+    if share <= MIDDLE:
+        return HALF_K
+    if bits == 3:
+        return WIDE if share <= MOST_SHORT else WIDE_PAIRS
+    return WIDE_PAIRS if steps <= SHORT_STEPS else WIDE
 
 
-def _some(share: float) -> GemvTile:
-    """9 to 16 rows."""
-    if share <= 1:
-        return ALONG_K_16
-    if share <= 1.75:
-        return ALONG_K_PAIRS_16
-    return MIDDLE_16 if share <= 5.5 else WIDE_PAIRS_16
-
-
-def _many(m: int, strips: int, steps: int, bits: int, multiprocessors: int) -> Batch:
-    """17 to 64 rows."""
-    rows = next(each for each in BATCH_ROWS if m <= each)
-    tile = BatchTile(rows, row_warps=4, strips=1, stages=3 if bits == 4 else 2)
-    tiles = -(-strips // tile.block_strips)
-    return Batch(tile, max(1, min(steps // 4, round(multiprocessors / tiles))))
-
-
-def shipped_tiles(bits: int) -> tuple[GemvTile | BatchTile, ...]:
-    """Every shape that choose_kernel() may return."""
-    few = (ALONG_K, ALONG_LONG_K[bits], MIDDLE, WIDE, WIDE_PAIRS)
-    some = (ALONG_K_16, ALONG_K_PAIRS_16, MIDDLE_16, WIDE_PAIRS_16)
-    many = (_many(rows, 128, 16, bits, 132).tile for rows in BATCH_ROWS)
-    return (*few, *some, *many)
+def _up_to_16(share: float, steps: int, bits: int) -> GemvTile:
+    if share <= FEW:
+        return ALONG_K_16 if share <= 1 else ALONG_K_PAIRS_16
+    if share <= MIDDLE:
+        return HALF_K_16
+    is_short = steps <= SHORT_STEPS and share <= MOST_SHORT
+    return WIDE_FOURS_16 if is_short and bits == 4 else WIDE_PAIRS_16[bits]

@@ -1,7 +1,7 @@
-"""Up to 64 rows of x through W3 and W4 strips: a layer prepared, and which kernel a call takes.
+"""Up to 64 rows of x through W3 and W4 strips: a layer prepared.
 
-`cuda.strip_few` runs on sm_80 and newer. The choice (strip_choice.py) is a function of shape and
-card, so a row of x gives the same bits whenever the number of rows is the same. Knows no model.
+`cuda.strip_few` runs on sm_80 and newer. The shape of a block (strip_choice.py) is a function of
+layer, rows and card only, so equal calls give equal bits. Knows no model.
 """
 
 from __future__ import annotations
@@ -10,42 +10,51 @@ import torch
 
 from kernels.linear.many_rows import refuse_many_rows, rows_for
 from kernels.linear.strip import StripWeights, to_strips
-from kernels.linear.strip_batch import MOST_ROWS, launch_batch
 from kernels.linear.strip_choice import (
     ALONG_K,
+    ALONG_K_16,
+    ALONG_K_32,
+    ALONG_K_PAIRS_16,
+    ALONG_K_PAIRS_32,
+    ALONG_LONG_K,
+    HALF_K,
+    HALF_K_16,
+    HALF_K_PAIRS_32,
     WIDE,
+    WIDE_32,
+    WIDE_FOURS_16,
+    WIDE_PAIRS,
     WIDE_PAIRS_16,
-    Batch,
-    Choice,
-    choose_kernel,
-    shipped_tiles,
+    choose_tile,
 )
-from kernels.linear.strip_gemv import launch_gemv
+from kernels.linear.strip_gemv import GemvTile, launch_gemv
 from kernels.linear.weights import LinearFn, Weights
 from kernels.pack.dense_linear import DenseLinear
 from kernels.spec.device import device_info
 from kernels.spec.op import OpKey
 
+MOST_ROWS = 64
+
 
 class StripFew:
-    """A layer prepared for few rows. Call it with x [M, K], M <= 64; y is fp16 [M, N].
+    """A layer prepared for few rows. Call it with x [M, K]; y is fp16 [M, N]. More than 64 rows
+    are right too, and slow.
 
     gated: W is a fused gate and up, re-laid by strip.interleave_halves(); y is silu(gate) * up,
-    [M, N / 2]. launch_dependents: on sm_90 and newer each call may begin to load weights before the
-    kernel ahead of it in the stream has ended. One layer must not run on two streams at a time: its
-    counters are its own.
+    [M, N / 2]. launch_dependents: on sm_90 and newer a call may begin to load weights before the
+    kernel ahead of it in the stream has ended.
     """
 
     def __init__(
-        self, weights: StripWeights, gated: bool = False, launch_dependents: bool = False
+        self, weights: StripWeights, gated: bool = False, launch_dependents: bool = True
     ) -> None:
         self.weights = weights
         self.gated = gated
-        self.launch_dependents = launch_dependents
         self.width = weights.out_features // (2 if gated else 1)
-        device = weights.words.device
-        self.multiprocessors = device_info(device).multiprocessors
-        self.arrivals = torch.zeros(weights.strips, dtype=torch.int32, device=device)
+        self.multiprocessors = device_info(weights.words.device).multiprocessors
+        self._launch_dependents = launch_dependents
+        # The kernel ahead of the first call may be the one that wrote the weights.
+        self._is_first = True
 
     def __call__(
         self,
@@ -53,47 +62,25 @@ class StripFew:
         *,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        choice: Choice | None = None,
+        tile: GemvTile | None = None,
     ) -> torch.Tensor:
         """residual: fp16, shaped like y and added last. out: where y goes, contiguous fp16; may be
-        the residual itself. choice: forced. Raises ValueError for more than 64 rows.
+        the residual itself. tile: forced.
         """
         m = x.shape[0]
-        if m > MOST_ROWS:
-            raise ValueError(f"{m} rows of x, at most {MOST_ROWS} fit")
         x = rows_for(x, self.weights)
         y = out
         if y is None:
             y = torch.empty(m, self.width, dtype=torch.float16, device=x.device)
         if m == 0:
             return y
-        if choice is None:
-            weights = self.weights
-            choice = choose_kernel(
-                m, weights.strips, weights.steps, weights.bits, self.multiprocessors
-            )
-        if isinstance(choice, Batch):
-            launch_batch(
-                choice.tile,
-                choice.splits,
-                self.weights,
-                x,
-                residual,
-                y,
-                self.arrivals,
-                gated=self.gated,
-                launch_dependents=self.launch_dependents,
-            )
-        else:
-            launch_gemv(
-                choice,
-                self.weights,
-                x,
-                residual,
-                y,
-                gated=self.gated,
-                launch_dependents=self.launch_dependents,
-            )
+        weights = self.weights
+        if tile is None:
+            columns = weights.padded_columns
+            tile = choose_tile(m, weights.strips, columns, weights.bits, self.multiprocessors)
+        overlap = self._launch_dependents and not self._is_first
+        self._is_first = False
+        launch_gemv(tile, weights, x, residual, y, gated=self.gated, launch_dependents=overlap)
         return y
 
 
@@ -104,7 +91,7 @@ class FewRows:
 
     def refuse(self, key: OpKey) -> str | None:
         if key.m > MOST_ROWS:
-            return f"{key.m} rows of x, at most {MOST_ROWS} fit"
+            return f"{key.m} rows of x, at most {MOST_ROWS} are worth it"
         return refuse_many_rows(key)
 
     def prepare(self, weights: Weights, dtype: torch.dtype) -> LinearFn:
@@ -118,10 +105,31 @@ class FewRows:
 
 
 SHIPPED = (
-    *(tile.variant(bits, 128, offsets=False) for bits in (4, 3) for tile in shipped_tiles(bits)),
-    *(tile.variant(4, 32, offsets=True) for tile in (ALONG_K, WIDE, WIDE_PAIRS_16)),
-    *(tile.variant(4, 32, offsets=True) for tile in shipped_tiles(4) if tile.rows == 64),
+    *(
+        tile.variant(4, 128, offsets=False)
+        for tile in (
+            ALONG_K,
+            ALONG_LONG_K[4],
+            HALF_K,
+            WIDE,
+            WIDE_PAIRS,
+            ALONG_K_16,
+            ALONG_K_PAIRS_16,
+            HALF_K_16,
+            WIDE_PAIRS_16[4],
+            WIDE_FOURS_16,
+            ALONG_K_32,
+            ALONG_K_PAIRS_32,
+            HALF_K_PAIRS_32,
+            WIDE_32[4],
+        )
+    ),
+    *(
+        tile.variant(3, 128, offsets=False)
+        for tile in (ALONG_LONG_K[3], WIDE, WIDE_PAIRS_16[3], WIDE_32[3])
+    ),
+    *(tile.variant(4, 32, offsets=True) for tile in (WIDE, WIDE_PAIRS_16[4])),
 )
-"""Every shape for symmetric groups of 128, and some for groups of 32 with offsets; other kinds of
-weights compile on first use.
+"""Every shape for W4 in symmetric groups of 128, the largest ones for W3 and for groups of 32 with
+offsets; other kinds of weights compile on first use.
 """

@@ -1,21 +1,22 @@
-// y = x W^T for up to 16 rows of x: the weights pass once, and that is what takes the time.
+// y = x W^T for few rows of x: the weights pass once, and that is what takes the time.
 //
 // A strip of 16 out-features is the A operand of mma.m16n8k16, rows of x its n side, so eight rows
-// cost what one costs. A block owns STRIPS strips, its warps take turns along K, UNROLL steps at a
-// time. Weights go from memory into the registers that unpack them, never through shared memory:
-// what is in flight is warps times UNROLL steps, and short code in many warps proved faster here
-// than a deep ring in few (docs/log.md). The warps' sums are added in the order of the warps, so
-// the same bits come out every time.
+// cost what one costs. A block owns STRIPS strips and ROWS rows, its warps take turns along K, UNROLL
+// steps at a time. Weights go from memory into the registers that unpack them, never through shared
+// memory: what is in flight is warps times UNROLL steps, and short code in many warps proved faster
+// here than a deep ring in few. The warps' sums are added in the order of the warps, so the same
+// bits come out every time.
 //
-// Reads once: weights, scales, offsets. Reads through L1 and L2: x, once a block. Loses from 17
-// rows on (strip_batch.cu), and where N / 16 is far below the number of multiprocessors: a strip is
-// never shared between blocks.
+// Reads once: weights, scales, offsets (from L2 again where x has more than ROWS rows). Reads
+// through L1 and L2: x, once a block, which is what limits it from 32 rows on. Loses where there are
+// many rows (strip_gemm*.cu), and where N / 16 is far below the number of multiprocessors: a strip
+// is never shared between blocks.
 //
-// Defines: BITS 3 or 4. ROWS 8 or 16, rows of x there is room for. WARPS, STRIPS, UNROLL. PREFETCH
-// 1: the next turn's weights are asked for before this turn's are used. GROUP 32, 64 or 128 columns
-// a scale; 0 where a group is whole steps. OFFSETS 0 or 1. GATED 1: rows 0 .. 7 of each strip are
-// gates of its rows 8 .. 15, y = silu(gate) * up is half as wide. RAGGED 1: K is not whole steps.
-// RESIDENT blocks are to fit a multiprocessor.
+// Defines: BITS 3 or 4. ROWS of x there is room for, a multiple of 8. WARPS, STRIPS, UNROLL.
+// PREFETCH 1: the next turn's weights are asked for before this turn's are used. GROUP 32, 64 or 128
+// columns a scale; 0 where a group is whole steps. OFFSETS 0 or 1. GATED 1: rows 0 .. 7 of each
+// strip are gates of its rows 8 .. 15, y = silu(gate) * up is half as wide. RAGGED 1: K is not whole
+// steps. RESIDENT blocks are to fit a multiprocessor.
 #include "strip.cuh"
 #include "tensor_core.cuh"
 
@@ -135,7 +136,7 @@ __device__ __forceinline__ void unpack_block(const Step& of, int s, int block,
             rows.offset[0] = both(of.offsets[s][block / per_group][0]);
             rows.offset[1] = both(of.offsets[s][block / per_group][1]);
         }
-        strip::weigh<BITS, OFFSETS != 0, 0, strip::PAIRS>(pairs, rows);
+        strip::weigh<BITS, OFFSETS != 0>(pairs, rows);
     } else {
         strip::unbias<BITS>(pairs);
     }
@@ -209,15 +210,19 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
            const __half* residual, __half* y, int rows, int out_features, int in_features,
            int steps, int groups, int steps_per_group) {
     allow_next();
-    __shared__ float partials[WARPS][ROWS * SUM_PITCH];
+    extern __shared__ float partials[];  // [WARPS][ROWS][SUM_PITCH]
+    constexpr int WARP_SUMS = ROWS * SUM_PITCH;
     const int lane = threadIdx.x % strip::LANES, warp = threadIdx.x / strip::LANES;
     const int g = lane / 4, column = lane % 4 * 16;
+    // Blocks of the same strips and other rows of x are neighbours: one of them reads from L2.
+    const int first_row = blockIdx.x * ROWS, first_strip = blockIdx.y * STRIPS;
+    rows = min(rows - first_row, ROWS);
     const int last_strip = (out_features - 1) / strip::HEIGHT;
     Source source;
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
         // The last block may reach past the last strip: it reads that one again, and stores nothing.
-        const size_t at = min(static_cast<int>(blockIdx.x) * STRIPS + s, last_strip);
+        const size_t at = min(first_strip + s, last_strip);
         source.words[s] = words + at * steps * (Packed::VECTORS * strip::LANES) + lane;
         const size_t row = at * groups * strip::HEIGHT + g +
                            (GROUP == 32 ? lane % 4 / 2 * strip::HEIGHT : 0);
@@ -235,7 +240,7 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
     };
 
     Sums sums = {};
-    const __half* x_at = x + static_cast<size_t>(g) * in_features + column +
+    const __half* x_at = x + static_cast<size_t>(first_row + g) * in_features + column +
                          warp * UNROLL * Packed::STEP;
     const auto multiply_turn = [&](const Step(&of)[UNROLL], int first) {
 #pragma unroll
@@ -272,13 +277,13 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
             load_turn(now, first);
         }
     }
-    leave(sums, partials[warp], lane);
+    leave(sums, partials + warp * WARP_SUMS, lane);
     __syncthreads();
 
     const auto total = [&](int place) {
-        float sum = partials[0][place];
+        float sum = partials[place];
 #pragma unroll
-        for (int w = 1; w < WARPS; ++w) sum += partials[w][place];
+        for (int w = 1; w < WARPS; ++w) sum += partials[w * WARP_SUMS + place];
         return sum;
     };
     const strip::Epilogue epilogue{bias, residual, y, GATED ? out_features / 2 : out_features};
@@ -286,10 +291,10 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
     for (int i = threadIdx.x; i < OUT * rows; i += 32 * WARPS) {
         const int m = i / OUT, out = i % OUT;
         const int n = GATED ? out / 8 * strip::HEIGHT + out % 8 : out;
-        const int row = blockIdx.x * SPAN_ROWS + n;
+        const int row = first_strip * strip::HEIGHT + n;
         if (row >= out_features) continue;
         float value = epilogue.biased(row, total(m * SUM_PITCH + n));
         if (GATED) value = strip::silu(value) * epilogue.biased(row + 8, total(m * SUM_PITCH + n + 8));
-        epilogue.store(m, blockIdx.x * OUT + out, value);
+        epilogue.store(first_row + m, blockIdx.y * OUT + out, value);
     }
 }

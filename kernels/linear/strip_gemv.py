@@ -1,4 +1,4 @@
-"""One to 16 rows of x through W3 and W4 strips: the decode GEMV.
+"""Few rows of x through W3 and W4 strips: the decode GEMV.
 
 Owns the shapes of a block, the grid and the launch of strip_gemv.cu. Knows no model.
 """
@@ -15,14 +15,13 @@ from kernels.linear.strip import GROUPS, STEP_COLUMNS, STRIP_ROWS, StripWeights
 
 SOURCE = CudaSource("linear/strip_gemv.cu")
 ENTRY = "strip_gemv"
-MOST_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """A block's shape. rows: of x there is room for, 8 or 16. warps take turns along K, unroll
-    steps at a time; strips: of a block, side by side, sharing x. prefetch: the next turn is asked
-    for before this one is used. resident: blocks that the compiler leaves registers for.
+    """A block's shape. rows: of x there is room for, a multiple of 8. warps take turns along K,
+    unroll steps at a time; strips: of a block, side by side, sharing x. prefetch: the next turn is
+    asked for before this one is used. resident: blocks that the compiler leaves registers for.
     """
 
     rows: int
@@ -39,12 +38,12 @@ class GemvTile:
 
     @property
     def shared_bytes(self) -> int:
-        """Static shared memory: the warps' sums."""
+        """Dynamic shared memory: the warps' sums."""
         return self.warps * self.rows * (STRIP_ROWS * self.strips + 1) * 4
 
-    def grid(self, strips: int) -> int:
-        """Blocks for so many strips."""
-        return -(-strips // self.strips)
+    def grid(self, rows: int, strips: int) -> tuple[int, int, int]:
+        """Blocks for so many rows of x and strips."""
+        return -(-rows // self.rows), -(-strips // self.strips), 1
 
     def variant(
         self, bits: int, group: int, offsets: bool, gated: bool = False, ragged: bool = False
@@ -72,6 +71,9 @@ class GemvTile:
             max_registers=min(255, 65536 // (self.threads * self.resident) // 8 * 8),
             max_shared_bytes=self.shared_bytes,
             threads=self.threads,
+            shared_bytes=self.shared_bytes,
+            # Three blocks that spill a little are faster than two that do not.
+            spill_bytes=96 if self.rows * self.strips >= 128 else 0,
         )
 
 
@@ -110,13 +112,13 @@ def launch_gemv(
     gated: bool,
     launch_dependents: bool,
 ) -> None:
-    """y = x @ W.T + bias + residual, or silu(gate) * up. x [M, K] fp16, M <= tile.rows, columns in
+    """y = x @ W.T + bias + residual, or silu(gate) * up. x [M, K] fp16, columns in
     stored order, K a multiple of 8. y and residual fp16 [M, N] (gated: [M, N / 2]).
     """
     group, offsets = group_define(weights), weights.offsets is not None
     ragged = x.shape[1] != weights.padded_columns
     gemv_kernel(tile, weights.bits, group, offsets, gated, ragged).launch(
-        (tile.grid(weights.strips), 1, 1),
+        tile.grid(x.shape[0], weights.strips),
         (tile.threads, 1, 1),
         x,
         weights.words,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -28,12 +30,16 @@ def test_backend_equals_the_reference(name: str) -> None:
             assert error < LINEAR.allowed("float16"), f"M = {m}: {error:.1e}"
 
 
-def test_no_rows_and_too_many() -> None:
-    """Zero rows are zero rows; 65 are an error that says so."""
-    layer = StripFew(case("w4 g128").strips)
+def test_no_rows_and_many() -> None:
+    """Zero rows are zero rows; more than it is meant for are still right, and refused by key."""
+    given = case("w4 g128")
+    layer = StripFew(given.strips)
     assert layer(activations(0, 512, 0)).shape == (0, 256)
-    with pytest.raises(ValueError, match="65 rows"):
-        layer(activations(65, 512, 0))
+    x = given.x(131, 0)
+    want = given.reference(x)
+    assert (layer(x).float() - want).abs().max() / want.abs().max() < LINEAR.allowed("float16")
+    key = replace(linear_key(given.layer, torch.float16, CUDA, exact=False), m=65)
+    assert FewRows().refuse(key) == "65 rows of x, at most 64 are worth it"
 
 
 @pytest.mark.parametrize("m", [1, 8, 16, 64])

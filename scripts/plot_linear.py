@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Draw results of bench_linear.py: time over the roofline's floor against rows, a panel a shape.
+
+    scripts/plot_linear.py linear.json peers.json --bits 4 --output linear-w4.png
+
+Files after the first are other runs: their lines are dashed, and floors are the first file's.
+Needs matplotlib (extra `bench`). Measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+Shape = tuple[int, int]
+
+
+def floors(record: Record, bits: int) -> dict[tuple[int, int, int], float]:
+    """us by (n, k, m): what reading `bits` a weight, or multiplying, takes at least."""
+    return {
+        (row["case"]["n"], row["case"]["k"], row["case"]["m"]): row["case"]["floor_us"]
+        for row in record["rows"]
+        if row["case"].get("bits") == bits and "floor_us" in row["case"]
+    }
+
+
+def lines(record: Record, bits: int, shape: Shape) -> dict[str, list[tuple[int, float]]]:
+    """(m, us) of each contender that takes weights of so many bits, or dense ones."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in record["rows"]:
+        case = row["case"]
+        if (case.get("n"), case.get("k")) != shape or case.get("bits") not in (bits, 16):
+            continue
+        if not str(case.get("role", "")).startswith("control"):
+            found.setdefault(case["contender"], []).append((case["m"], row["median"]))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def plot(records: Sequence[Record], bits: int, path: Path) -> None:
+    """Write the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    least = floors(records[0], bits)
+    shapes = sorted({(n, k) for n, k, _ in least}, key=math.prod)
+    across = min(4, len(shapes))
+    down = -(-len(shapes) // across)
+    figure, axes = pyplot.subplots(
+        down, across, figsize=(4.2 * across, 3.4 * down), squeeze=False, constrained_layout=True
+    )
+    colours: dict[str, Any] = {}
+    for axis, shape in zip(axes.flat, shapes, strict=False):
+        for index, record in enumerate(records):
+            for name, points in lines(record, bits, shape).items():
+                kept = [(m, us / least[*shape, m]) for m, us in points if (*shape, m) in least]
+                colour = colours.setdefault(name, f"C{len(colours) % 10}")
+                style = "-" if index == 0 else "--"
+                label = name if index == 0 else f"{name} (other run)"
+                axis.plot(*zip(*kept, strict=True), style, color=colour, label=label)
+        axis.set(title=f"{shape[0]} x {shape[1]}, W{bits}", xscale="log", yscale="log")
+        axis.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("rows")
+    for row in axes:
+        row[0].set_ylabel("time over floor")
+    handles = {
+        label: handle
+        for axis in axes.flat
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when the picture is written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", nargs="+", type=Path, help="ours first, then other runs")
+    parser.add_argument("--bits", type=int, choices=(3, 4), default=4)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args(argv)
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
+    plot(records, args.bits, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
