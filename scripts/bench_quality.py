@@ -76,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--rows", type=int, default=8, help="rows of each text")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--note", action="append", default=[])
@@ -90,6 +91,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
+        self._device = torch.device(options.device)
         self._source: Checkpoint = open_checkpoint(resolve(options.model, cache_dir()))
         folder = self._source.folder
         self._calibration = token_rows(
@@ -108,9 +110,7 @@ class Bench:
             if self._reference is None:
                 progress = TimedProgress("source")
                 tokens = self._evaluation.tokens
-                self._reference = run_checkpoint(
-                    self._source, tokens, torch.device("cpu"), progress
-                )
+                self._reference = run_checkpoint(self._source, tokens, self._device, progress)
             began, cpu = time.monotonic(), time.process_time()
             convert(self._job(case, target), target, TimedProgress(case.name), resume=True)
             spent = {"wall": time.monotonic() - began, "cpu": time.process_time() - cpu}
@@ -125,7 +125,7 @@ class Bench:
             self._recipe(case, target),
             self._calibration,
             self._evaluation,
-            torch.device("cpu"),
+            self._device,
             self._reference,
         )
 
@@ -136,7 +136,7 @@ class Bench:
         like = fixed_recipe(case.recipe.removeprefix("auto="), case.group)
         budget = make_plan(self._source.config, like).layers
         found = sensitivities(
-            self._source, self._calibration, target, torch.device("cpu"), TimedProgress(case.name)
+            self._source, self._calibration, target, self._device, TimedProgress(case.name)
         )
         return replace(auto_recipe(found, budget, EMBEDDING), method=METHODS[case.method])
 

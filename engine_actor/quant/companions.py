@@ -14,7 +14,7 @@ from engine_actor.load.formats.gguf import GgufFile
 from engine_actor.load.formats.native import SECTION
 from engine_actor.load.gguf_config import hub_config, special_ids
 from engine_actor.load.gguf_export import write_tokenizer
-from engine_actor.load.gguf_place import gguf_of
+from engine_actor.load.place import gguf_of
 from engine_actor.load.refusal import read_json_object
 from engine_actor.load.writer import write_json
 

@@ -15,6 +15,7 @@ import torch
 from engine_actor.load.checkpoint import Checkpoint
 from engine_actor.load.formats.base import Weight
 from engine_actor.load.progress import Progress
+from engine_actor.load.refusal import refusal
 from engine_actor.load.writer import atomic_folder, write_json, write_packed
 from engine_actor.ops import PackedLinear
 from engine_actor.quant.companions import source_config, write_companions
@@ -94,7 +95,7 @@ class _Run:
         self._journal = journal
         self._config = job.source.config
         self._reader = LayerReader(job.source, job.device)
-        self._table = round_table(_stored(self._reader.top("embed")), job.recipe.embedding)
+        self._table = self._rounded_table("embed")
         length = job.calibration.tokens.shape[1]
         self._forward = LayerForward(self._config, length, job.device)
         self._pass = LayerPass(self._forward, job.recipe.method, job.device)
@@ -110,9 +111,12 @@ class _Run:
             progress("layers", index, total)
             weights = self._reader.layer(index)
             grids = {short: self._job.recipe.grid(index, short) for short in LINEARS}
-            packed, now, errors = self._pass.round_layer(
-                weights, grids, self._tracks.get("calibration")
-            )
+            try:
+                packed, now, errors = self._pass.round_layer(
+                    weights, grids, self._tracks.get("calibration")
+                )
+            except ValueError as error:  # finite weights whose activations are not
+                raise refusal(f"layers.{index}", str(error)) from None
             if "evaluation" in self._tracks:
                 self._pass.advance(self._tracks["evaluation"], now)
             entry = {"errors": errors, "grids": {s: [g.bits, g.group] for s, g in grids.items()}}
@@ -145,7 +149,13 @@ class _Run:
     def _head(self) -> PackedLinear:
         if self._config.tie_embeddings:
             return self._table
-        return round_table(_stored(self._reader.top("head")), self._job.recipe.embedding)
+        return self._rounded_table("head")
+
+    def _rounded_table(self, name: str) -> PackedLinear:
+        try:
+            return round_table(_stored(self._reader.top(name)), self._job.recipe.embedding)
+        except ValueError as error:
+            raise refusal(name, str(error)) from None
 
     def report(self, source: Score | None, rounded: Score | None) -> Report:
         """What was measured."""

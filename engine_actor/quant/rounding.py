@@ -101,11 +101,14 @@ def relative_error(
 def round_table(table: torch.Tensor, grid: Grid) -> PackedLinear:
     """An embedding or a head [vocab, hidden] of any float dtype, rows apart, nearest codes.
 
-    Rows of padding (all zero) become zeros. A few chunks of rows are in memory as fp32 at once.
+    Rows of padding (all zero) become zeros. A chunk of rows is in memory as fp32 at once.
+    ValueError where a number is not finite.
     """
     qweight, scales, offsets = [], [], []
     for rows in table.split(TABLE_ROWS):
         weight = rows.float()
+        if not bool(torch.isfinite(weight).all()):
+            raise ValueError("holds NaN or infinity, nothing can be made of it")
         steps = (_row_steps if grid.bits == 8 else search_steps)(weight, grid)
         scale, offset = steps.per_column(weight.shape[1], grid.width(weight.shape[1]))
         codes = codes_of(weight, scale, offset, grid).to(torch.int8)

@@ -17,6 +17,8 @@ SHIFTS = (-0.15, -0.075, 0.0, 0.075, 0.15)
 REFITS = 2
 CHUNK_VALUES = 1 << 16
 """Values of one pass of the search: they and their candidates stay in a core's cache."""
+GPU_CHUNK_VALUES = 1 << 24
+"""A GPU wants long passes instead."""
 
 
 def absmax_steps(weight: torch.Tensor, grid: Grid) -> Steps:
@@ -37,7 +39,7 @@ def search_steps(weight: torch.Tensor, grid: Grid, importance: torch.Tensor | No
     ones = torch.ones(columns, device=weight.device)
     marks = grouped((ones if importance is None else importance).view(1, -1), width)
     find = _search_offset if grid.offsets else _search_scale
-    step = max(1, CHUNK_VALUES // columns)
+    step = max(1, (CHUNK_VALUES if weight.device.type == "cpu" else GPU_CHUNK_VALUES) // columns)
     found = [find(grouped(part, width), marks, grid) for part in weight.split(step)]
     scales = torch.cat([scale for scale, _ in found])
     offsets = [offset for _, offset in found if offset is not None]

@@ -16,6 +16,7 @@ from engine_actor.load.formats.base import Entry, Weight
 from engine_actor.load.names import LinearSlot, slots
 from engine_actor.load.refusal import refusal
 from engine_actor.ops import DenseLinear, PackedLinear, dequantise
+from engine_actor.quant.grid import LARGEST
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The linears of a layer in the order a forward pass meets them."""
@@ -115,6 +116,8 @@ def _dense(name: str, weight: Weight, device: torch.device) -> Dense:
     matrix = as_matrix(weight).to(device)
     if not bool(torch.isfinite(matrix).all()):
         raise refusal(name, "holds NaN or infinity, nothing can be made of it")
+    if matrix.numel() and float(matrix.abs().max()) > LARGEST:
+        raise refusal(name, f"holds weights over {LARGEST:.0f}, beyond any fp16 scale")
     bias = getattr(weight, "bias", None)
     return Dense(matrix, None if bias is None else bias.to(device))
 

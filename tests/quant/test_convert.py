@@ -12,6 +12,7 @@ from engine_actor.core.plan import PrefillChunk
 from engine_actor.errors import CheckpointError
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.progress import silent
+from engine_actor.load.tokenizer import Tokenizer
 from engine_actor.model.runner import build_runner
 from engine_actor.ops import PackedLinear, dequantise
 from engine_actor.quant.convert import convert
@@ -19,7 +20,9 @@ from engine_actor.quant.evaluate import run_checkpoint, score
 from engine_actor.quant.plan import make_plan
 from engine_actor.quant.recipe import Method
 from engine_actor.quant.report import FILE
+from engine_actor.quant.texts import TokenRows
 from engine_actor.work.inputs import build_prefill
+from tests.load.gguf_maker import HIDDEN, VOCAB, write_gguf
 from tests.quant.conftest import token_rows
 
 CPU = torch.device("cpu")
@@ -165,15 +168,54 @@ def test_a_tied_head_stays_tied(make_job, tmp_path):
     assert _kl(tmp_path / "out", job).kl == pytest.approx(report.rounded.kl, abs=1e-6)
 
 
+POISONED = [
+    ("model.layers.1.mlp.down_proj.weight", "layers.1.down"),
+    ("model.embed_tokens.weight", "embed"),
+]
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(make_job, tmp_path, poison):
+@pytest.mark.parametrize(("tensor", "name"), POISONED)
+def test_weights_that_are_not_finite_are_refused_by_name(make_job, tmp_path, poison, tensor, name):
     from safetensors.torch import load_file, save_file
 
     job = make_job("llama")
     path = job.source.folder / "model.safetensors"
     tensors = load_file(path)
-    tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = poison
+    tensors[tensor][3, 3] = poison
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.down: holds NaN or infinity"):
+    with pytest.raises(CheckpointError, match=f"^{name}: holds NaN or infinity"):
         convert(job, tmp_path / "out", silent)
     assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_no_scale_reaches_are_refused(make_job, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    job = make_job("llama")
+    path = job.source.folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e9
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.gate_up: holds weights over 65504"):
+        convert(job, tmp_path / "out", silent)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_file_is_a_source_like_any_other(make_job, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    job = make_job("llama")
+    texts = [
+        TokenRows(rows.name, rows.tokens % VOCAB) for rows in (job.calibration, job.evaluation)
+    ]
+    job = dataclasses.replace(
+        job, source=open_checkpoint(path), calibration=texts[0], evaluation=texts[1]
+    )
+    report = convert(job, tmp_path / "out", silent)
+    made = open_checkpoint(tmp_path / "out")
+    assert made.nbytes == report.plan.weights
+    assert made.config.hidden == HIDDEN
+    text = "the heat of the theatre"
+    ids = Tokenizer.from_folder(path).encode(text)
+    assert Tokenizer.from_folder(tmp_path / "out").encode(text) == ids
