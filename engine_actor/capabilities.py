@@ -73,11 +73,18 @@ def _linear_lines(checkpoint: Checkpoint, precision: Precision, bits: int, group
         heading = f"linears, more than {policy.few_rows} rows: {policy.dense.name}; fewer: first of"
     else:
         heading = "linears: first of"
-    return [f"{heading} (N {n}, K {k}, {bits or 'no'} bits)"] + [
-        f"  {verdict.backend}: {verdict.refusal or 'fits'}"
-        for verdict in ops.explain_linear(weights, policy)
-        if policy.exact or verdict.backend != "exact.tiles"
-    ]
+    return (
+        [f"{heading} (N {n}, K {k}, {bits or 'no'} bits)"]
+        + [
+            f"  {verdict.backend}: {verdict.refusal or 'fits'}"
+            for verdict in ops.explain_linear(weights, policy)
+            if policy.exact or verdict.backend != "exact.tiles"
+        ]
+        + [
+            f"    {choice.first} to {choice.last} rows: {choice.backend} ({choice.why})"
+            for choice in ops.explain_rows(weights, policy)
+        ]
+    )
 
 
 def _shape_only(n: int, k: int, bits: int, group: int) -> ops.PackedLinear | ops.DenseLinear:

@@ -32,6 +32,7 @@ from kernels.linear.op import (  # noqa: E402
     LinearBackend,
     LinearPolicy,
     explain_linear,
+    explain_rows,
     prepare_linear,
 )
 from kernels.linear.probe import crossover, fastest_dense  # noqa: E402
@@ -87,6 +88,7 @@ __all__ = [
     "device_info",
     "explain_layer",
     "explain_linear",
+    "explain_rows",
     "gather_rows",
     "gather_rows_cuda",
     "moved",

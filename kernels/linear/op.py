@@ -17,6 +17,7 @@ from kernels.linear.cuda import Cuda
 from kernels.linear.dense import CpuHalf, Dense
 from kernels.linear.exact import ExactTiles
 from kernels.linear.reference import Dequantise, linear_reference
+from kernels.linear.row_policy import RowChoice
 from kernels.linear.weights import LinearFn, Weights, linear_key
 from kernels.pack.dense_linear import DenseLinear
 from kernels.pack.packed_linear import PackedLinear
@@ -128,6 +129,14 @@ def _prepare_dense(weights: DenseLinear, policy: LinearPolicy) -> LinearFn:
     if policy.dense is None or weights.weight.dtype == torch.float32:
         return DENSE.prepare(weights, policy.dtype)
     return policy.dense.prepare(weights, policy.dense_dtype)
+
+
+def explain_rows(weights: Weights, policy: LinearPolicy) -> tuple[RowChoice, ...]:
+    """For which rows which CUDA kernel runs, and on what evidence; empty where none is asked."""
+    key = linear_key(weights, policy.dtype, policy.device, policy.exact)
+    if policy.exact or CUDA.refuse(key) is not None:
+        return ()
+    return tuple(choice for _, choice in CUDA.choices(key))
 
 
 def explain_linear(weights: Weights, policy: LinearPolicy) -> tuple[Verdict, ...]:

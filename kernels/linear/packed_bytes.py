@@ -46,9 +46,13 @@ class PackedBytes:
 
 
 def packed_bytes(layer: PackedLinear) -> PackedBytes:
-    """The same tensors, contiguous; f32 offsets are rounded to f16."""
+    """The same tensors, contiguous; f32 offsets are rounded to f16. Raises ValueError where one is
+    too large for it.
+    """
     affine = "offsets" if layer.offsets is not None else "zeros" if layer.zeros is not None else ""
     shifts = layer.zeros if layer.offsets is None else layer.offsets.half()
+    if layer.offsets is not None and not bool(torch.isfinite(layer.offsets.half()).all()):
+        raise ValueError("an offset does not fit fp16")
     return PackedBytes(
         layer.bits,
         layer.out_features,

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.linear.cuda import BACKENDS, EXPERIMENTS, Cuda
+from kernels.linear.op import LinearPolicy, explain_rows
 from kernels.linear.row_policy import choose_for_rows, row_choices, row_steps
 from kernels.spec.op import OpKey
 from kernels.spec.registry import NoBackend
@@ -21,6 +23,7 @@ from kernels.spec.tuned import (
     write_table,
 )
 from tests.house_rules.sources import ROOT
+from tests.kernels_cpu.layers import random_layer
 
 KEY = OpKey("linear", "cuda", "float16", n=5632, k=2048, bits=4, group=128, sm=86)
 
@@ -205,6 +208,19 @@ def test_eight_bits_have_a_way_for_any_rows() -> None:
     key = replace(KEY, bits=8, group=2048, n=151936)
     names = [choice.backend for _, choice in Cuda().choices(key)]
     assert names == ["cuda.w8_gemv", "cuda.dequantise_cublas"]
+
+
+def test_rows_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the doctor shows on a GPU; nothing on a CPU."""
+    layer = random_layer(64, 128, group=64)
+    policy = LinearPolicy(torch.device("cuda"), torch.float16)
+    assert explain_rows(layer, LinearPolicy(torch.device("cpu"), torch.float32)) == ()
+    monkeypatch.setattr("kernels.linear.cuda.why_no_jit", lambda: "no usable CUDA driver")
+    assert explain_rows(layer, policy) == ()
+    monkeypatch.setattr("kernels.linear.cuda.why_no_jit", lambda: None)
+    found = explain_rows(layer, policy)
+    assert (found[0].first, found[0].backend) == (1, "cuda.strip_few")
+    assert found[0].why == "docs/results/2026-11-30-linear-sweeps.json"
 
 
 def test_bf16_is_cast_for_kernels_that_want_fp16() -> None:
