@@ -16,6 +16,11 @@ from engine_actor.model.layers.rope import Rotary
 from engine_actor.work.inputs import BatchInputs
 
 
+LEAST_ROWS = 16
+"""Taken whatever the crossover says: it times linears alone, and a compiled layer also saves the
+sixty small ops of the other way."""
+
+
 class NativeForward:
     """run() is the decoder's for batches that takes() lets pass; same weights, same cache."""
 
@@ -85,7 +90,7 @@ def build_native_forward(
     if refusal is not None:
         return refusal
     limits = [linear.few_rows for layer in linears for linear in layer.values() if linear.has_both]
-    most_rows = min([ops.NATIVE_MOST_ROWS, *limits])
+    most_rows = max(LEAST_ROWS, min(limits)) if limits else ops.NATIVE_MOST_ROWS
     return NativeForward(ops.NativeLayers(shape, layers), most_rows)
 
 

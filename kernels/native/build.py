@@ -36,7 +36,7 @@ TUNED_FLAGS = (
 )
 """Tried in this order: not every compiler knows every flag."""
 COMPILERS = ("c++", "g++", "clang++")
-TIMEOUT_S = 180.0
+TIMEOUT_S = 120.0
 
 
 class BuildError(RuntimeError):
