@@ -15,7 +15,6 @@ from engine_actor.model.config import ModelConfig
 from engine_actor.model.layers.rope import Rotary
 from engine_actor.work.inputs import BatchInputs
 
-
 LEAST_ROWS = 16
 """Taken whatever the crossover says: it times linears alone, and a compiled layer also saves the
 sixty small ops of the other way."""
