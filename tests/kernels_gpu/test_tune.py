@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_a_small_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rows = tune_this_card([Shape(256, 512, 4, 128)], lambda *step: None)
     assert rows[0].m[0] == 1
     assert rows[-1].m[1] == MOST_ROWS - 1
-    assert all(later.m[0] == row.m[1] + 1 for row, later in zip(rows, rows[1:], strict=False))
+    assert all(later.m[0] == row.m[1] + 1 for row, later in itertools.pairwise(rows))
     assert {row.backend for row in rows} <= {backend.name for backend in BACKENDS}
     sm = compute_capability(torch.device("cuda"))
     mine, _ = tuned_tables(sm, card_name())
