@@ -15,7 +15,7 @@ from configs.schema import AppArgs
 
 # flag, place in the configuration, and how the flag is read
 _VALUES: tuple[tuple[str, tuple[str, ...], type, str], ...] = (
-    ("--model", ("model", "path"), str, "demo, a checkpoint folder, or a Hub id"),
+    ("--model", ("model", "path"), str, "demo, a checkpoint folder, a .gguf file, or a Hub id"),
     ("--revision", ("model", "revision"), str, "Hub revision"),
     ("--served-name", ("model", "served_name"), str, "name in /v1/models"),
     ("--max-model-len", ("model", "max_model_len"), int, "context limit, tokens"),

@@ -17,7 +17,7 @@ import torch
 
 from engine_actor.load.formats.gguf_blocks import Bytes
 from engine_actor.load.refusal import refusal
-from engine_actor.ops import PackedLinear, pack_codes
+from engine_actor.ops import PackedLinear
 
 SUPER = 256
 NOTE = "scales rounded to f16"
@@ -30,8 +30,10 @@ def unpack_q4_k(name: str, raw: Bytes, rows: int, columns: int) -> PackedLinear:
     group 2i, high nibbles group 2i + 1. Raises CheckpointError.
     """
     blocks = _blocks(raw, rows, columns, 144)
-    codes = _pairs_of_groups(blocks[..., 16:]).astype(np.int8) - 8
-    return _with_minima(name, blocks, 4, columns, codes, middle=8)
+    codes = _pairs_of_groups(blocks[..., 16:])
+    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    packed ^= 0x88  # unsigned u to two's complement u - 8, both nibbles at once
+    return _with_minima(name, blocks, 4, columns, packed, middle=8)
 
 
 def unpack_q5_k(name: str, raw: Bytes, rows: int, columns: int) -> PackedLinear:
@@ -41,7 +43,8 @@ def unpack_q5_k(name: str, raw: Bytes, rows: int, columns: int) -> PackedLinear:
     blocks = _blocks(raw, rows, columns, 176)
     fifth = (blocks[..., 16:48, None] >> np.arange(8, dtype=np.uint8)) & 1
     codes = _pairs_of_groups(blocks[..., 48:]) | (fifth.swapaxes(-1, -2) << 4)
-    return _with_minima(name, blocks, 8, columns, codes.astype(np.int8) - 16, middle=16)
+    codes -= 16
+    return _with_minima(name, blocks, 8, columns, codes, middle=16)
 
 
 def unpack_q6_k(name: str, raw: Bytes, rows: int, columns: int) -> PackedLinear:
@@ -57,7 +60,8 @@ def unpack_q6_k(name: str, raw: Bytes, rows: int, columns: int) -> PackedLinear:
     codes = nibbles.reshape(pairs.shape) | pairs << 4
     factors = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
     scales = _product(name, blocks[..., 208:210], factors)
-    return _layer(name, 8, 16, codes.reshape(rows, columns).astype(np.int8) - 32, scales, None)
+    codes -= 32
+    return _layer(name, 8, 16, columns, codes, scales, None)
 
 
 def _blocks(raw: Bytes, rows: int, columns: int, size: int) -> np.ndarray:
@@ -96,13 +100,14 @@ def _with_minima(
     offsets = -_product(name, blocks[..., 2:4], minima)
     with np.errstate(over="ignore"):
         offsets += middle * scales.astype(np.float16).astype(np.float64)
-    return _layer(name, bits, 32, codes.reshape(len(codes), columns), scales, offsets)
+    return _layer(name, bits, 32, columns, codes, scales, offsets)
 
 
 def _layer(
     name: str,
     bits: int,
     group: int,
+    columns: int,
     codes: np.ndarray,
     scales: np.ndarray,
     offsets: np.ndarray | None,
@@ -117,8 +122,8 @@ def _layer(
     return PackedLinear(
         bits,
         group,
-        codes.shape[1],
-        pack_codes(torch.from_numpy(codes), bits),
+        columns,
+        torch.from_numpy(codes.reshape(len(codes), -1)),
         half(scales),
         offsets=None if offsets is None else half(offsets),
     )
