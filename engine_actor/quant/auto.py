@@ -6,7 +6,7 @@ Knows where the answer is kept; what it means is allocate.py's.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -32,20 +32,19 @@ def layer_budget(checkpoint: Checkpoint, embedding: Grid, fit: int | None) -> in
     """Bytes the layers may take: what `fit` leaves beside tables, norms and the KV floor; without
     one as much as `mixed` takes.
     """
-    plan = make_plan(checkpoint.config, Recipe("mixed", _base().grids, embedding=embedding))
+    plan = make_plan(checkpoint.config, _mixed(embedding))
     if fit is None:
         return plan.layers
     return fit - plan.tables - plan.vectors - kv_floor(checkpoint.config)
 
 
-def _base() -> Recipe:
-    return fixed_recipe("mixed", GROUP)
+def _mixed(embedding: Grid) -> Recipe:
+    return replace(fixed_recipe("mixed", GROUP), embedding=embedding)
 
 
 def auto_recipe(choices: dict[str, list[Choice]], budget: int, embedding: Grid) -> Recipe:
     """The recipe that `choices` make under `budget` bytes. Raises PlanError where none does."""
-    base = Recipe("auto", _base().grids, Method(), embedding)
-    return with_exceptions(base, "auto", choose(choices, budget))
+    return with_exceptions(_mixed(embedding), "auto", choose(choices, budget))
 
 
 @torch.inference_mode()

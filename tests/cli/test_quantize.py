@@ -116,3 +116,14 @@ def test_a_source_with_another_tokenizer_gives_no_divergence(source, capsys):
     text = source.parent / "text.txt"
     assert run("eval", source, "--source", other, "--text", text) == 1
     assert "has another tokenizer or vocabulary" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_go_on(source, capsys, monkeypatch):
+    from engine_actor.quant import command
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "convert", interrupted)
+    assert convert(source, "out") == 130
+    assert "finished layers are kept, --resume goes on" in capsys.readouterr().err
