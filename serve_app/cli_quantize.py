@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,11 @@ def quantize(options: argparse.Namespace) -> int:
         device=options.device,
         threads=options.threads,
     )
-    command.quantize(chosen, cache_dir(), print)
+    try:
+        command.quantize(chosen, cache_dir(), print)
+    except KeyboardInterrupt:
+        print("\nstopped; finished layers are kept, --resume goes on from them", file=sys.stderr)
+        return 130
     return 0
 
 
