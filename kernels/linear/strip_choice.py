@@ -12,7 +12,7 @@ from kernels.linear.strip_gemv import GemvTile
 
 FEW, MIDDLE = 1.75, 5.5
 """Strips for each multiprocessor: below FEW a layer is narrow, above MIDDLE it is wide."""
-LONG_STEPS = 64
+LONG_STEPS = {4: 64, 3: 0}
 SHORT_STEPS = 16
 """K in steps of 128: from LONG on it is worth asking early, up to SHORT a turn or two is all."""
 MOST_SHORT = 16
@@ -27,7 +27,7 @@ HALF_K = GemvTile(8, warps=8, unroll=1, resident=4)
 WIDE = GemvTile(8, warps=4, unroll=1, resident=8)
 WIDE_PAIRS = GemvTile(8, warps=4, unroll=1, strips=2, resident=5)
 
-ALONG_K_16 = GemvTile(16, warps=16, unroll=1)
+ALONG_K_16 = GemvTile(16, warps=16, unroll=1, prefetch=True)
 ALONG_K_PAIRS_16 = GemvTile(16, warps=16, unroll=1, strips=2)
 HALF_K_16 = GemvTile(16, warps=8, unroll=1, resident=3)
 WIDE_PAIRS_16 = {
@@ -36,9 +36,10 @@ WIDE_PAIRS_16 = {
 }
 WIDE_FOURS_16 = GemvTile(16, warps=4, unroll=1, strips=4, resident=3)
 
-ALONG_K_32 = GemvTile(32, warps=16, unroll=1)
+ALONG_K_32 = GemvTile(32, warps=16, unroll=1, prefetch=True)
 ALONG_K_PAIRS_32 = GemvTile(32, warps=16, unroll=1, strips=2)
 HALF_K_PAIRS_32 = GemvTile(32, warps=8, unroll=1, strips=2, resident=2)
+EARLY_PAIRS_32 = GemvTile(32, warps=4, unroll=1, strips=2, prefetch=True, resident=3)
 WIDE_32 = {
     4: GemvTile(32, warps=4, unroll=1, strips=4, resident=3),
     3: GemvTile(32, warps=4, unroll=1, strips=2, resident=4),
@@ -56,20 +57,21 @@ def choose_tile(m: int, strips: int, columns: int, bits: int, multiprocessors: i
     if share > MIDDLE:
         return WIDE_32[bits]
     if share > FEW:
-        return HALF_K_PAIRS_32
+        return HALF_K_PAIRS_32 if m <= 32 else EARLY_PAIRS_32
     if m <= 32:
         return ALONG_K_PAIRS_32 if share > 1 else ALONG_K_32
     return HALF_K_PAIRS_32 if share > 1 else ALONG_K_PAIRS_32
 
 
 def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:
+    is_short = steps <= SHORT_STEPS
     if share <= FEW:
-        return ALONG_LONG_K[bits] if steps >= LONG_STEPS and share <= 1 else ALONG_K
-    if share <= MIDDLE:
-        return HALF_K
-    if bits == 3:
-        return WIDE if share <= MOST_SHORT else WIDE_PAIRS
-    return WIDE_PAIRS if steps <= SHORT_STEPS else WIDE
+        return ALONG_LONG_K[bits] if steps >= LONG_STEPS[bits] and share <= 1 else ALONG_K
+    if bits == 4:
+        return HALF_K if share <= MIDDLE else WIDE_PAIRS if is_short else WIDE
+    if is_short and share <= MOST_SHORT:
+        return WIDE
+    return HALF_K if share <= MIDDLE else WIDE_PAIRS
 
 
 def _up_to_16(share: float, steps: int, bits: int) -> GemvTile:

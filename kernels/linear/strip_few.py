@@ -17,6 +17,7 @@ from kernels.linear.strip_choice import (
     ALONG_K_PAIRS_16,
     ALONG_K_PAIRS_32,
     ALONG_LONG_K,
+    EARLY_PAIRS_32,
     HALF_K,
     HALF_K_16,
     HALF_K_PAIRS_32,
@@ -121,6 +122,7 @@ SHIPPED = (
             ALONG_K_32,
             ALONG_K_PAIRS_32,
             HALF_K_PAIRS_32,
+            EARLY_PAIRS_32,
             WIDE_32[4],
         )
     ),

@@ -26,6 +26,12 @@ or not.
 """
 
 
+def named(tile: GemvTile) -> str:
+    """A test id."""
+    early = "-early" if tile.prefetch else ""
+    return f"rows{tile.rows}-warps{tile.warps}-unroll{tile.unroll}-strips{tile.strips}{early}"
+
+
 def run(tile: GemvTile, given: Case, x: torch.Tensor, **more: torch.Tensor) -> Poisoned:
     """Into a poisoned output."""
     got = Poisoned(x.shape[0], given.layer.out_features)
@@ -33,7 +39,7 @@ def run(tile: GemvTile, given: Case, x: torch.Tensor, **more: torch.Tensor) -> P
     return got
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=named)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_shape_equals_the_reference(name: str, tile: GemvTile) -> None:
     """Rows in one turn and in several; fresh x each time."""
@@ -43,7 +49,7 @@ def test_every_shape_equals_the_reference(name: str, tile: GemvTile) -> None:
         run(tile, given, x).check(given.reference(x), f"M = {m}")
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=named)
 def test_residual_is_added_last_and_may_be_the_output(tile: GemvTile) -> None:
     """A decoder's residual stream is updated in place."""
     given = case("w4 g128 offsets, bias, ragged", seed=3)
@@ -55,7 +61,7 @@ def test_residual_is_added_last_and_may_be_the_output(tile: GemvTile) -> None:
     got.check(given.reference(x) + before.float(), "in place")
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=named)
 @pytest.mark.parametrize("bits", [4, 3])
 def test_gate_and_up_become_one(bits: int, tile: GemvTile) -> None:
     """silu(gate) * up with both biases, in the kernel."""
@@ -67,7 +73,7 @@ def test_gate_and_up_become_one(bits: int, tile: GemvTile) -> None:
     got.check(torch.nn.functional.silu(gate) * up, "gated")
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=named)
 @pytest.mark.parametrize("name", ["w4 long K", "w3 g128 zeros, bias, ragged"])
 def test_runs_are_equal_to_the_bit(name: str, tile: GemvTile) -> None:
     """Thirty launches back to back: a race between warps would show."""
@@ -79,7 +85,7 @@ def test_runs_are_equal_to_the_bit(name: str, tile: GemvTile) -> None:
     assert all(torch.equal(first, y) for y in again)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=named)
 def test_padding_is_never_seen(tile: GemvTile) -> None:
     """Any codes behind K, NaN scales in rows behind N, NaN behind the last row of x."""
     given = case("w4 g128 offsets, bias, ragged", seed=5)

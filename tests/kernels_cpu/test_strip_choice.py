@@ -1,0 +1,73 @@
+"""Which shape a call takes, and what the backend says no to; no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.linear.strip_choice import choose_tile
+from kernels.linear.strip_few import SHIPPED, FewRows
+from kernels.spec.op import OpKey
+
+KEY = OpKey("linear", "cuda", "float16", n=2048, k=2048, bits=4, group=128)
+W4_TILES = {
+    tuple(sorted(variant.defines.items()))
+    for variant in SHIPPED
+    if variant.defines["BITS"] == 4 and variant.defines["GROUP"] == 128
+}
+
+
+@given(
+    m=st.integers(1, 64),
+    n=st.integers(16, 152064),
+    k=st.integers(64, 32768),
+    multiprocessors=st.sampled_from((16, 20, 46, 108, 132)),
+)
+def test_every_w4_call_takes_a_shipped_shape(m: int, n: int, k: int, multiprocessors: int) -> None:
+    """So that the compile check and the occupancy table speak of what runs."""
+    tile = choose_tile(m, -(-n // 16), -(-k // 128) * 128, 4, multiprocessors)
+    assert tuple(sorted(tile.variant(4, 128, offsets=False).defines.items())) in W4_TILES
+    assert tile.rows >= min(m, 32)
+    assert tile.threads <= 1024
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "multiprocessors", "warps"),
+    [
+        (2048, 2048, 132, 16),  # one strip for each multiprocessor: warps share K
+        (5632, 2048, 132, 8),
+        (37888, 3584, 132, 4),  # many strips: short blocks
+        (2048, 2048, 20, 4),  # the same layer is wide on a small card
+    ],
+)
+def test_few_strips_take_many_warps(n: int, k: int, multiprocessors: int, warps: int) -> None:
+    """The one thing that decides."""
+    assert choose_tile(1, n // 16, k, 4, multiprocessors).warps == warps
+
+
+def test_more_rows_take_turns() -> None:
+    """Blocks of neighbouring rows of x."""
+    tile = choose_tile(64, 1376, 2048, 4, 132)
+    assert tile.grid(64, 1376)[0] == 64 // tile.rows
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"m": 64, "bits": 3}, None),
+        ({"m": 65}, "at most 64"),
+        ({"device": "cpu"}, "GPU"),
+        ({"dtype": "float32"}, "float32"),
+        ({"bits": 8}, "not 8"),
+        ({"group": 48}, "group 48"),
+        ({"exact": True}, "fp16"),
+    ],
+)
+def test_refusals_say_why(change: dict, reason: str | None) -> None:
+    """Or None where it would run."""
+    found = FewRows().refuse(replace(KEY, **change))
+    assert found is None if reason is None else reason in (found or "")
