@@ -1,7 +1,8 @@
 """The tokenizer inside a GGUF file.
 
-Knows byte-level BPE (`gpt2`) with the pre-tokenizers named below, and refuses others: a wrong
-splitter gives other tokens for the same text without any error. No torch: an ingress loads this.
+Knows byte-level BPE (`gpt2`) with the pre-tokenizers named below and sentencepiece's BPE (`llama`),
+and refuses others: a wrong splitter gives other tokens for the same text without any error. No
+torch: an ingress loads this.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from tokenizers import (
 from engine_actor.load.formats.gguf import GgufFile
 from engine_actor.load.refusal import refusal
 
-CONTROL, USER_DEFINED = 3, 4
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+SPACE = "\u2581"
+LONGEST_PIECE = 256
 NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Our name of a special token -> the GGUF key's."""
 ENDING_KEYS = ("eos", "eot", "eom")
@@ -42,7 +45,7 @@ _SPLITTERS = {
 """tokenizer.ggml.pre -> the expression in the model's published tokenizer.json."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Those whose text is first brought into Unicode's composed form."""
-_WITH_BOS = frozenset({"llama-bpe"})
+_WITH_BOS = frozenset({"llama-bpe", "llama"})
 """Those whose prompts begin with bos where the file does not say."""
 HINT = "put the model's tokenizer.json into a folder with the file"
 
@@ -69,15 +72,21 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
 def build_tokenizer(file: GgufFile) -> Tokenizer:
     """A tokenizer with the file's vocabulary, merges and added tokens. Raises CheckpointError."""
     model = file.value("tokenizer.ggml.model", str)
-    if model != "gpt2":
+    if model not in ("gpt2", "llama"):
         raise refusal(
-            "tokenizer.ggml.model", f"{model!r} cannot be read (supported: 'gpt2'); {HINT}"
+            "tokenizer.ggml.model", f"{model!r} cannot be read (supported: 'gpt2', 'llama'); {HINT}"
         )
-    pre = file.value("tokenizer.ggml.pre", str)
-    splitter = _pre_tokenizer(pre)
     tokens = file.value("tokenizer.ggml.tokens", list)
     vocab = _vocabulary(tokens)
-    merges = _merges(file, vocab)
+    tokenizer = _byte_level(file, vocab) if model == "gpt2" else _sentencepiece(file, vocab)
+    _add_tokens(tokenizer, file, tokens)
+    _add_bos(tokenizer, file, tokens)
+    return tokenizer
+
+
+def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
+    pre = file.value("tokenizer.ggml.pre", str)
+    splitter, merges = _pre_tokenizer(pre), _merges(file, vocab)
     # Llama 3 keeps a whole word that is in the vocabulary, even where its merges lead elsewhere.
     bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
     tokenizer = Tokenizer(bpe)
@@ -85,8 +94,48 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
-    _add_tokens(tokenizer, file, tokens)
-    _add_bos(tokenizer, file, pre, tokens)
+    return tokenizer
+
+
+def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
+    """BPE that joins, of all neighbours, those whose union has the highest score. As merges: each
+    token in two parts, in the order of its score.
+    """
+    scores = file.value("tokenizer.ggml.scores", list)
+    unknown = token_id(file, "unk", len(vocab))
+    if len(scores) != len(vocab) or not all(type(score) is float for score in scores):
+        raise refusal("tokenizer.ggml.scores", "must have one number per token")
+    if unknown is None or max(map(len, vocab)) > LONGEST_PIECE:
+        raise refusal("tokenizer.ggml.tokens", f"has no unknown token, or a very long one; {HINT}")
+    texts = list(vocab)
+    joined = set(_of_kind(file, texts, NORMAL)) | set(_of_kind(file, texts, USER_DEFINED))
+    ranked = sorted(joined, key=lambda token: (-scores[vocab[token]], vocab[token]))
+    merges = [
+        (token[:at], token[at:])
+        for token in ranked
+        for at in range(1, len(token))
+        if token[:at] in vocab and token[at:] in vocab
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=merges,
+            unk_token=texts[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+    ends: list[decoders.Decoder] = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend(SPACE))
+        ends.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(ends)
     return tokenizer
 
 
@@ -128,14 +177,16 @@ def _of_kind(file: GgufFile, tokens: list[str], wanted: int) -> list[str]:
     return [token for token, kind in zip(tokens, kinds, strict=True) if kind == wanted]
 
 
-def _add_bos(tokenizer: Tokenizer, file: GgufFile, pre: str, tokens: list[str]) -> None:
-    if not file.metadata.get("tokenizer.ggml.add_bos_token", pre in _WITH_BOS):
+def _add_bos(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:
+    kinds = {file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")}
+    # A sentencepiece file often has the pre `default`, so either name decides.
+    if not file.metadata.get("tokenizer.ggml.add_bos_token", bool(kinds & _WITH_BOS)):
         return
     index = token_id(file, "bos", len(tokens))
     if index is None:
         raise refusal("tokenizer.ggml.add_bos_token", "is true, and there is no bos_token_id")
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="$bos $A", special_tokens=[{"id": "$bos", "ids": [index], "tokens": [tokens[index]]}]
+        single="bos $A", special_tokens=[{"id": "bos", "ids": [index], "tokens": [tokens[index]]}]
     )
 
 

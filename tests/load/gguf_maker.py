@@ -33,7 +33,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
-    writer.add_add_bos_token(False)
+    if pre != "llama-bpe":  # Llama 3's files do not say, and mean yes
+        writer.add_add_bos_token(False)
     writer.add_chat_template("{{ messages[0].content }}")
 
 

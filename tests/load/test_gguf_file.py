@@ -162,7 +162,8 @@ def test_llama3_splits_digits_by_three_and_begins_with_bos(tmp_path: Path) -> No
     assert tokenizer.eos_ids == (0, 2)
     words = tokenizer._raw.pre_tokenizer.pre_tokenize_str("it's 12345 the!")
     assert [word for word, _ in words] == ["it", "'s", "Ġ", "123", "45", "Ġthe", "!"]
-    assert tokenizer.encode(" the") == [TOKENS.index("Ġthe")]  # the file says: no bos
+    assert tokenizer.encode(" the") == [1, TOKENS.index("Ġthe")]
+    assert tokenizer.encode(" the", add_special_tokens=False) == [TOKENS.index("Ġthe")]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
 
 
