@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTROL = (22016, 2048, 32)
 LEAST_GRAPH_US = 400.0
 WARMUP = 3
+FAILED = "failed:"
 READ_BYTES = 1 << 32
 READ_SOURCE = CudaSource(str(Path(__file__).with_name("read_bandwidth.cu")))
 
@@ -54,6 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bits", nargs="+", type=int, choices=(3, 4), default=[4, 3])
     parser.add_argument("--contenders", nargs="+", default=[each.name for each in CONTENDERS])
     parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument(
+        "--most-seconds",
+        type=float,
+        default=math.inf,
+        help="cases that would begin later are left out",
+    )
     parser.add_argument("--note", action="append", default=[], help="kept in the result")
     return parser
 
@@ -64,7 +72,7 @@ def time_calls(calls: Sequence[Call], x: torch.Tensor, replays: int) -> list[flo
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls[:2]:
+        for call in calls:  # a call may behave otherwise the first time
             call(x)
         start.record()
         calls[0](x)
@@ -142,14 +150,25 @@ def cases(
                     yield each, bits, n, k
 
 
-def measure(args: argparse.Namespace, peak: dict[str, float]) -> list[dict[str, Any]]:
-    """All rows of the table, the control row first and last."""
+def measure(
+    args: argparse.Namespace, peak: dict[str, float], left_out: list[str]
+) -> list[dict[str, Any]]:
+    """All rows of the table, the control row first and last. left_out: cases there was no time for
+    are added.
+    """
+    deadline = time.monotonic() + args.most_seconds
     wanted = [each for each in CONTENDERS if each.name in args.contenders]
     dense = next(each for each in CONTENDERS if each.bits == (16,))
     n, k, m = CONTROL
     rows = measure_case(dense, 16, n, k, [m], args.replays, peak, role="control, first")
     for each, bits, n, k in cases(args, wanted):
-        rows += measure_case(each, bits, n, k, args.rows, args.replays, peak)
+        if time.monotonic() > deadline:
+            left_out.append(f"left out for want of time: {each.name}, {bits} bits, {n} x {k}")
+            continue
+        try:
+            rows += measure_case(each, bits, n, k, args.rows, args.replays, peak)
+        except (RuntimeError, ValueError) as error:
+            left_out.append(f"{FAILED} {each.name}, {bits} bits, {n} x {k}: {error}")
         torch.cuda.empty_cache()
     n, k, m = CONTROL
     return rows + measure_case(dense, 16, n, k, [m], args.replays, peak, role="control, last")
@@ -172,10 +191,10 @@ def measure_case(
         # What a contender prepares may depend on the number of rows; most of them do not.
         if made_for < 0 or each.name == "seed":
             calls, made_for = each.make(layers, m), m
-        x = torch.randn(m, k, device=CUDA).half()
+        x = torch.randn(m, k, device=CUDA).to(each.dtype)
         error = relative_error(calls[0](x), x, layers[0])
         if not error < each.tolerance:
-            raise SystemExit(f"{each.name} at {n} x {k}, {m} rows: relative error {error:.1e}")
+            raise ValueError(f"relative error {error:.1e} with {m} rows")
         moved = n * k * bits / 8 + 2 * m * (n + k) + (0 if bits == 16 else 2 * n * k / GROUP)
         floor = max(moved / peak["read"], 2 * m * n * k / peak["multiply"]) * 1e6
         raw = time_calls(calls, x, replays)
@@ -205,7 +224,7 @@ def say(line: str, floor: float) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when the file is written."""
+    """0 when every case was right; the file is written in any case."""
     args = build_parser().parse_args(argv)
     found = ceilings(args.replays)
     peak = {name: sorted(values)[len(values) // 2] for name, values in found.items()}
@@ -213,11 +232,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_row({"ceiling": "read", "bytes": READ_BYTES}, "rate", "B/s", found["read"], WARMUP),
         make_row({"ceiling": "multiply"}, "rate", "FLOP/s", found["multiply"], WARMUP),
     ]
-    rows += measure(args, peak)
+    left_out: list[str] = []
+    rows += measure(args, peak, left_out)
     switches = {**vars(args), "output": str(args.output), "group": GROUP}
-    notes = [*missing_contenders(), *args.note]
+    if math.isinf(args.most_seconds):
+        del switches["most_seconds"]  # JSON knows no infinity
+    notes = [*missing_contenders(), *args.note, *left_out]
     write_record(make_record("linear layers, few rows", switches, rows, notes), args.output)
-    return 0
+    failed = [note for note in left_out if note.startswith(FAILED)]
+    print(*failed, sep="\n", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
