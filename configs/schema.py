@@ -29,8 +29,8 @@ class KVConfig(_Strict):
     """Paged KV cache."""
 
     block_tokens: int = Field(16, ge=1, le=256, description="tokens per block")
-    dtype: Literal["auto", "fp32", "fp16", "bf16"] = Field(
-        "auto", description="auto: the compute dtype"
+    dtype: Literal["auto", "fp32", "fp16", "bf16", "int8"] = Field(
+        "auto", description="auto: the compute dtype; int8: a scale per token and head, GPU only"
     )
     budget_mb: int | Literal["auto"] = Field(
         "auto", description="most memory the KV pool may take, MiB"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from kernels.elementwise.embedding import gather_rows_cuda  # noqa: E402
 from kernels.elementwise.exact import ExactRows  # noqa: E402
 from kernels.elementwise.fast import FastRows  # noqa: E402
 from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn, RowOps  # noqa: E402
+from kernels.jit.availability import why_no_jit  # noqa: E402
 from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
 from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
@@ -49,6 +51,7 @@ from kernels.native.layers import (  # noqa: E402
 from kernels.native.layers import refuse_layers as refuse_native_layers  # noqa: E402
 from kernels.pack.dense_linear import DenseLinear  # noqa: E402
 from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
+from kernels.pack.int8_kv import Int8KV, empty_int8_kv  # noqa: E402
 from kernels.pack.packed_linear import PackedLinear  # noqa: E402
 from kernels.spec.device import DeviceInfo, cuda_devices, device_info  # noqa: E402
 from kernels.spec.op import OpKey  # noqa: E402
@@ -64,6 +67,8 @@ __all__ = [
     "DenseLinear",
     "HeadLayout",
     "HeadNorms",
+    "Int8KV",
+    "LayerCache",
     "DeviceInfo",
     "Linear",
     "LinearBackend",
@@ -86,6 +91,7 @@ __all__ = [
     "dequantise",
     "fastest_dense",
     "device_info",
+    "empty_int8_kv",
     "explain_layer",
     "explain_linear",
     "explain_rows",
@@ -103,7 +109,9 @@ __all__ = [
     "write_kv",
 ]
 
-AttentionFn = Callable[[torch.Tensor, torch.Tensor, AttentionPlan], torch.Tensor]
+LayerCache = Any
+"""One layer's KV cache: a tensor, or Int8KV for ops that were chosen for one."""
+AttentionFn = Callable[[torch.Tensor, LayerCache, AttentionPlan], torch.Tensor]
 PlanFn = Callable[..., AttentionPlan]
 """As plan_attention."""
 PrepareStoreFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadLayout], StoreFn]
@@ -157,8 +165,9 @@ def op_set(exact: bool, shape: LayerShape | None = None) -> OpSet:
 
 
 def explain_layer(shape: LayerShape) -> tuple[Verdict, ...]:
-    """Why a decoder layer's CUDA kernels may not be used, part by part."""
-    return tuple(
+    """Why a layer may not use its CUDA kernels: the compiler's reason, then each part's."""
+    missing = why_no_jit() if shape.device.type == "cuda" else None
+    parts = tuple(
         verdict
         for op, backend in (
             ("attention", CUDA_ATTENTION),
@@ -167,6 +176,7 @@ def explain_layer(shape: LayerShape) -> tuple[Verdict, ...]:
         )
         for verdict in explain((backend,), shape.key(op))
     )
+    return (Verdict("cuda.jit", missing), *parts)
 
 
 def _prepare_store(

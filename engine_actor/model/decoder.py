@@ -30,7 +30,7 @@ class DecoderLayer:
     silu_mul: ops.RowFn
 
     def apply(
-        self, x: torch.Tensor, delta: torch.Tensor | None, kv: torch.Tensor, step: StepTensors
+        self, x: torch.Tensor, delta: torch.Tensor | None, kv: ops.LayerCache, step: StepTensors
     ) -> torch.Tensor:
         """Add `delta`, which the layer before left over, and this layer's attention to x
         [T, hidden] in place; what its MLP adds is returned. kv is this layer's cache.
@@ -48,7 +48,7 @@ class Decoder:
         self.norm = norm
 
     def run(
-        self, x: torch.Tensor, kv: list[torch.Tensor], step: StepTensors, first: int, last: int
+        self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors, first: int, last: int
     ) -> torch.Tensor:
         """Layers first..last-1 over x [T, hidden]. x itself is left as it is, for a retry."""
         x, delta = x.clone(), None

@@ -52,12 +52,16 @@ def compute_dtype(config: ModelConfig, device: torch.device, numerics: str) -> t
 def resolve_kv_dtype(
     config: ModelConfig, device: torch.device, numerics: str, kv_dtype: str
 ) -> torch.dtype:
-    """ "auto" is the compute dtype. Raises ValueError for exact numerics with less than fp32."""
+    """ "auto" is the compute dtype. Raises ValueError for exact numerics below fp32, and for
+    int8 where no kernel reads it.
+    """
     if kv_dtype == "auto":
         return compute_dtype(config, device, numerics)
     chosen = KV_DTYPES[kv_dtype]
     if numerics == "exact" and chosen != torch.float32:
         raise ValueError(f"numerics: exact needs kv.dtype fp32 or auto, got {kv_dtype}")
+    if chosen == torch.int8 and device.type == "cpu":
+        raise ValueError("kv.dtype int8 is read by the CUDA kernels only")
     return chosen
 
 

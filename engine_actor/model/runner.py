@@ -108,7 +108,8 @@ def build_runner(
     """A runner with an empty KV cache; call resize_kv before the first forward.
 
     weights: canonical names, as a mapping or as pairs one after the other. numerics: "fast" or
-    "exact". kv_dtype: "auto", "fp32", "fp16" or "bf16". dense_prefill_copy: "auto", "on" or "off".
+    "exact". kv_dtype: "auto", "fp32", "fp16", "bf16" or "int8" (per token and head, CUDA
+    only). dense_prefill_copy: "auto", "on" or "off".
     native_kernels: "auto" (on a CPU, our compiled kernels where they can be built) or "off".
     used_vocab: ids the tokenizer can name; those above are padding and never leave the head.
     Raises CheckpointError naming a weight that is missing or belongs nowhere, ValueError for
@@ -159,10 +160,22 @@ def _native_forward(parts: _Parts, block_tokens: int) -> NativeForward | str:
 
 
 def _op_set(config: ModelConfig, precision: Precision, block_tokens: int) -> ops.OpSet:
-    """A model whose cache is in another dtype than its activations takes the general ops."""
-    if precision.kv_dtype != precision.hidden_dtype:
+    """A model whose cache is in another half or full dtype than its activations takes the general
+    ops. Raises ValueError for an INT8 cache that the kernels refuse.
+    """
+    is_int8 = precision.kv_dtype == torch.int8
+    if not is_int8 and precision.kv_dtype != precision.hidden_dtype:
         return ops.op_set(precision.linears.exact)
-    shape = ops.LayerShape(precision.device, precision.hidden_dtype, config.head_dim, block_tokens)
+    shape = ops.LayerShape(
+        precision.device,
+        precision.hidden_dtype,
+        config.head_dim,
+        block_tokens,
+        bits=8 if is_int8 else 0,
+    )
+    refusals = [verdict.refusal for verdict in ops.explain_layer(shape) if verdict.refusal]
+    if is_int8 and refusals:
+        raise ValueError(f"kv.dtype int8: {refusals[0]}")
     return ops.op_set(precision.linears.exact, shape)
 
 

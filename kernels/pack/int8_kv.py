@@ -34,6 +34,20 @@ class Int8KV:
         """Bytes of both tensors."""
         return self.codes.numel() + 2 * self.scales.numel()
 
+    @property
+    def n_blocks(self) -> int:
+        """Blocks there are."""
+        return int(self.codes.shape[0])
+
+    def resized(self, n_blocks: int) -> Int8KV:
+        """A copy of so many blocks; those that are new hold zeros."""
+        _, tokens, _, heads, head_dim = self.codes.shape
+        grown = empty_int8_kv(n_blocks, tokens, heads, head_dim, self.codes.device)
+        kept = min(n_blocks, self.n_blocks)
+        grown.codes[:kept] = self.codes[:kept]
+        grown.scales[:kept] = self.scales[:kept]
+        return grown
+
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """All of it, [n_blocks, block_tokens, 2, kv_heads, head_dim]."""
         return dequantise_kv(self.codes, self.scales.transpose(-1, -2), dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 
 from engine_actor import ops
 from engine_actor.core.plan import PrefillChunk
+from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
+from engine_actor.model.runner import build_runner
 from engine_actor.work.inputs import build_prefill
 from tests.engine.real_engine import BLOCK, Loaded, load, texts
 
@@ -68,12 +71,28 @@ def test_the_kernels_give_the_cpus_tokens(tmp_path: Path, name: str) -> None:
         assert shortfall(cpu, prompt, text) < 0.2
 
 
+def test_an_int8_cache(tmp_path: Path) -> None:
+    """Half the bytes, tokens close to the reference's best; it grows and keeps what it holds."""
+    cpu = loaded(tmp_path, "cpu", "exact")
+    opened = open_checkpoint(tmp_path)
+    runner = build_runner(
+        opened.config, opened.weights(), device="cuda", kv_dtype="int8", block_tokens=BLOCK
+    )
+    runner.resize_kv(3)
+    assert runner.kv.layers[0].nbytes == 3 * BLOCK * 2 * 2 * (64 + 2)
+    gpu = dataclasses.replace(cpu, runner=runner)
+    crowd = prompts(9)
+    for prompt, text in zip(crowd, texts(gpu.engine(), crowd, 20), strict=True):
+        assert shortfall(cpu, prompt, text) < 0.6
+
+
 def test_a_model_without_kernels_takes_the_general_ops(tmp_path: Path) -> None:
     """fp32 and heads of 16: the reasons are told."""
     other = loaded(tmp_path, "cuda", "fast", head_dim=16, dtype="float32")
     assert other.runner.op_set.attention is not ops.CUDA_ATTENTION
     shape = ops.LayerShape(other.runner.device, other.runner.kv.dtype, 16, 16)
     assert [verdict.refusal for verdict in ops.explain_layer(shape)] == [
+        None,
         "computes in half precision, not float32",
         "holds half precision, not float32",
         "holds half precision, not float32",

@@ -46,7 +46,7 @@ class Attention:
         self._rotated = config.n_heads + config.n_kv_heads
         self._shape = (self._rotated + config.n_kv_heads, config.head_dim)
 
-    def __call__(self, x: torch.Tensor, kv: torch.Tensor, step: StepTensors) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
         heads = self._qkv(x).view(-1, *self._shape)
         if step.store is not None:
             q = step.store(heads, kv, self._head_norms)
