@@ -84,6 +84,7 @@ class DecodeTensors:
     tables i32[B, width]; lengths i32[B], 0 for a padding row, whose output becomes zeros; rows
     i32[B] or None where sequence i is row i. longest: keys that any of them may have while these
     tensors live; it decides the split, so a graph captured at `longest` serves all shorter ones.
+    Use them once before a capture: that takes the kernels' room outside the graph's own memory.
     """
 
     tables: torch.Tensor
@@ -192,6 +193,13 @@ class CudaAttention:
 
     def __init__(self) -> None:
         self._multiprocessors = 0
+
+    def load(self, head_dim: int, kv_bits: int, dtype: torch.dtype, block_tokens: int = 16) -> None:
+        """Compile and load every kernel that such a cache may call for: nothing may be loaded in a
+        graph's capture, and which kernel a step takes depends on its lengths.
+        """
+        for warps in {FEW_WARPS, WARPS[kv_bits]}:
+            _kernel(head_dim, kv_bits, DTYPES[dtype], block_tokens, warps).load()
 
     def refuse(self, key: OpKey) -> str | None:
         """None where it can; else why not. See op.ATTENTION for the axes."""
