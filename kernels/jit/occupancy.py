@@ -68,8 +68,8 @@ def occupancy_page(variants: Sequence[Variant], sm: int = SHOWN) -> str:
     lines = (
         f"# Occupancy on sm_{sm}",
         "",
-        "Written by `python scripts/write_kernel_docs.py`; a test says when it is stale. Registers",
-        f"and shared memory are the compiler's (NVRTC {version}); how many blocks a multiprocessor",
+        "Written by `python scripts/write_kernel_docs.py`; a test says when a kernel is missing.",
+        f"Registers and shared memory are NVRTC {version}'s; how many blocks a multiprocessor",
         f"holds at once follows from them: at most {limits.blocks} blocks, {limits.warps} warps,",
         f"{REGISTERS} registers, {limits.shared_bytes // 1024} KiB of shared memory. In brackets:",
         "the budget. A row says so if a kernel spills.",
@@ -81,15 +81,20 @@ def occupancy_page(variants: Sequence[Variant], sm: int = SHOWN) -> str:
     return "\n".join(lines) + "\n"
 
 
+def row_head(variant: Variant) -> str:
+    """Which kernel a row of the page is about: its first three columns. Compiles nothing."""
+    defines = " ".join(f"{name}={value}" for name, value in sorted(variant.defines.items()))
+    name = f"`{variant.source.path}` {variant.entry}"
+    return f"| {name} | {defines or '-'} | {variant.threads} |"
+
+
 def _row(variant: Variant, sm: int) -> str:
     took = variant.kernel().resources(sm)
     blocks = blocks_per_multiprocessor(took, variant.threads, variant.shared_bytes, sm)
     shared = (took.shared_bytes + variant.shared_bytes) / 1024
-    defines = " ".join(f"{name}={value}" for name, value in sorted(variant.defines.items()))
     spills = f", {took.spill_bytes} B spilled" if took.spill_bytes else ""
     return (
-        f"| `{variant.source.path}` {variant.entry} | {defines or '-'} | {variant.threads} "
-        f"| {took.registers} ({variant.max_registers}){spills} "
+        f"{row_head(variant)} {took.registers} ({variant.max_registers}){spills} "
         f"| {shared:.1f} ({variant.max_shared_bytes / 1024:.1f}) "
         f"| {blocks} | {blocks * -(-variant.threads // WARP)} |"
     )
