@@ -33,6 +33,8 @@ LOGGER = logging.getLogger(__name__)
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
+OLDER_SECTION = "compression_config"
+"""What compressed-tensors called the section before transformers gave all of them one name."""
 OLDER_GPTQ = "quantize_config.json"
 """Where GPTQ repositories kept their settings before config.json had them."""
 _PLANNERS: dict[str, Callable[[ModelConfig, ShardSet, dict[str, Any]], list[Entry]]] = {
@@ -144,7 +146,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise refusal(path, f"not a checkpoint: {CONFIG} is not in the folder")
     raw = read_json_object(path / CONFIG)
     generation = read_json_object(path / GENERATION) if (path / GENERATION).is_file() else None
-    section = raw.pop(native.SECTION, None) or _older_section(path)
+    older = raw.pop(OLDER_SECTION, None)
+    section = raw.pop(native.SECTION, None) or older or _older_section(path)
     format_name = _format_of(section)
     config = _config(raw, generation)
     shards = ShardSet.open(path)

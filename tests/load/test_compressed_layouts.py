@@ -17,6 +17,7 @@ from tests.load.foreign import (
     write_foreign,
 )
 from tests.load.foreign_checks import WIDE, assert_equal, draw_with, read_weights
+from tests.load.oracle import edit_json
 
 
 def _compressed_section(
@@ -100,4 +101,12 @@ def test_schemes_are_told_apart_by_shape(tmp_path: Path) -> None:
     other = _compressed_section(8, 32, True)["config_groups"]["group_0"]
     section["config_groups"]["group_1"] = {**other, "targets": ["re:(a+)+$"]}
     matrices = write_foreign(tmp_path, section, compressed, draw)
+    assert_equal(read_weights(tmp_path), matrices)
+
+
+def test_the_sections_older_name(tmp_path: Path) -> None:
+    section = _compressed_section(4, 32, True)
+    matrices = write_foreign(tmp_path, {}, compressed, draw_with(4, 32, True))
+    path = tmp_path / "config.json"
+    edit_json(path, quantization_config=None, compression_config=section)
     assert_equal(read_weights(tmp_path), matrices)

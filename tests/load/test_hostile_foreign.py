@@ -170,7 +170,9 @@ def _loads_or_refuses(path: Path) -> None:
     assert message.isprintable()
 
 
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
