@@ -13,25 +13,33 @@ from typing import Generic, TypeVar
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 LEAST_STEPS = 4
 """A unit with fewer steps than this would only fill and drain its pipeline."""
-SCATTER = 3.0
-"""Writing the partial sums of all units of a wave, over reading those of one tile and split."""
+GATHER_US = 2.0
+GATHER_US_PER_VALUE = 3.5e-6
+"""Of writing and summing partial sums: for each shared product, and for each fp32 value of them."""
 
 AnyTile = TypeVar("AnyTile")
 
 
 @dataclass(frozen=True, slots=True)
 class TileCost:
-    """What a tile takes. n, m: its size. blocks: how many share a multiprocessor. step: time of 64
-    columns, with all of them busy; fixed: of filling the pipeline and storing; gather: of reading
-    the partial sums of one split. All in the same unit, whichever.
+    """What a tile takes, in us on an H200; for other cards the ratios are what counts.
+
+    n, m: its size. blocks: how many share a multiprocessor. step: time of 64 columns with all of
+    them busy; lone: with one of them. fixed: of filling the pipeline and storing.
     """
 
     n: int
     m: int
     blocks: int
-    step: float = 1.0
-    fixed: float = 6.0
-    gather: float = 4.0
+    step: float
+    lone: float
+    fixed: float
+
+    def step_of(self, blocks: int) -> float:
+        """With so many blocks on a multiprocessor; as with all where there are more, or none."""
+        if blocks >= self.blocks or blocks == 0:
+            return self.step
+        return self.lone + (self.step - self.lone) * (blocks - 1) / (self.blocks - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +86,15 @@ def plan_units(
             is_empty = (split - 1) * share >= chunks
             if split > 1 and (is_short or is_empty or not 0 < rest <= most_tiles_shared):
                 continue
-            last = -(-rest * split // slots)
+            shared = rest if split > 1 else 0
+            scratch = shared * split * cost.n * cost.m
             time = rounds * (chunks * chunk_steps[tile] * cost.step + cost.fixed)
-            time += last * (share * chunk_steps[tile] * cost.step + cost.fixed)
-            if split > 1:
-                time += cost.gather * (SCATTER * last + split)
+            last = share * chunk_steps[tile] * cost.step_of(-(-rest * split // multiprocessors))
+            time += -(-rest * split // slots) * (last + cost.fixed)
+            time += GATHER_US * (split > 1) + GATHER_US_PER_VALUE * scratch
             if best is None or time < best[0]:
-                whole = count if split == 1 else count - rest
-                shared = count - whole
-                scratch = shared * split * cost.n * cost.m
-                best = time, Plan(tile, whole, split, whole + shared * split, scratch)
+                units = count - shared + shared * split
+                best = time, Plan(tile, count - shared, split, units, scratch)
     if best is None:
         raise ValueError(f"{splits} splits do not fit {steps} steps of K and {m} x {n} sums")
     return best[1]

@@ -135,7 +135,7 @@ class ManyRows(Generic[AnyTile]):
 
 
 def _plain_cost(tile: ManyRowsTile) -> TileCost:
-    return TileCost(tile.n, tile.m, tile.blocks)
+    return TileCost(tile.n, tile.m, tile.blocks, step=1.0, lone=1.0, fixed=4.0)
 
 
 @cache

@@ -97,13 +97,12 @@ class Tile:
         )
 
 
-TALL = Tile(warps_n=4, warps_m=1, strips=2, row_tiles=16, stages=3, blocks=2)
+TALL = Tile(warps_n=4, warps_m=1, strips=2, row_tiles=16, stages=4, blocks=2)
 LOW = Tile(warps_n=4, warps_m=1, strips=2, row_tiles=8, stages=3, blocks=3)
 TILES = {
-    TALL: TileCost(TALL.n, TALL.m, TALL.blocks, step=1.37, fixed=4.0, gather=1.5),
-    LOW: TileCost(LOW.n, LOW.m, LOW.blocks, step=1.17, fixed=4.0, gather=1.0),
+    TALL: TileCost(TALL.n, TALL.m, TALL.blocks, step=1.37, lone=0.9, fixed=4.0),
+    LOW: TileCost(LOW.n, LOW.m, LOW.blocks, step=1.17, lone=0.55, fixed=3.5),
 }
-"""Costs in us on an H200; what decides, their ratios, holds for other cards too."""
 
 
 class GemmAmpere:

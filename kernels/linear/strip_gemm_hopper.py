@@ -90,14 +90,17 @@ class HopperTile:
 WIDE = HopperTile(consumers=2, row_tiles=32, stages=6)
 SQUARE = HopperTile(consumers=2, row_tiles=16, stages=8)
 THREE = HopperTile(consumers=3, row_tiles=16, stages=8)
+THIN = HopperTile(consumers=3, row_tiles=8, stages=12)
+PAIR = HopperTile(consumers=1, row_tiles=16, stages=5, blocks=2)
 SMALL = HopperTile(consumers=1, row_tiles=8, stages=8, blocks=2)
 TILES = {
-    WIDE: TileCost(WIDE.n, WIDE.m, WIDE.blocks, step=0.68, fixed=2.3, gather=1.4),
-    SQUARE: TileCost(SQUARE.n, SQUARE.m, SQUARE.blocks, step=0.42, fixed=1.4, gather=0.75),
-    THREE: TileCost(THREE.n, THREE.m, THREE.blocks, step=0.58, fixed=1.5, gather=1.0),
-    SMALL: TileCost(SMALL.n, SMALL.m, SMALL.blocks, step=0.35, fixed=1.0, gather=0.5),
+    WIDE: TileCost(WIDE.n, WIDE.m, WIDE.blocks, step=0.67, lone=0.67, fixed=2.3),
+    SQUARE: TileCost(SQUARE.n, SQUARE.m, SQUARE.blocks, step=0.42, lone=0.42, fixed=1.5),
+    THREE: TileCost(THREE.n, THREE.m, THREE.blocks, step=0.58, lone=0.58, fixed=1.5),
+    THIN: TileCost(THIN.n, THIN.m, THIN.blocks, step=0.40, lone=0.40, fixed=1.5),
+    PAIR: TileCost(PAIR.n, PAIR.m, PAIR.blocks, step=0.52, lone=0.3, fixed=2.0),
+    SMALL: TileCost(SMALL.n, SMALL.m, SMALL.blocks, step=0.35, lone=0.20, fixed=1.5),
 }
-"""Costs in us on an H200 (docs/results/prefill_gemm.json)."""
 
 
 class GemmHopper:

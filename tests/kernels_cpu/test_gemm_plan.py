@@ -19,8 +19,8 @@ from kernels.spec.op import OpKey
 
 WIDE, LOW = "wide", "low"
 COSTS = {
-    WIDE: TileCost(n=128, m=128, blocks=1, step=2.0, fixed=1.0, gather=1.0),
-    LOW: TileCost(n=128, m=64, blocks=1, step=1.2, fixed=1.0, gather=1.0),
+    WIDE: TileCost(n=128, m=128, blocks=1, step=2.0, lone=2.0, fixed=1.0),
+    LOW: TileCost(n=128, m=64, blocks=1, step=1.2, lone=1.2, fixed=1.0),
 }
 ONE = {WIDE: 1, LOW: 1}
 

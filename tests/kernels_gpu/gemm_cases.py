@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from kernels.jit.kernel import Variant
+from kernels.jit.shipped import compile_all
 from kernels.linear.many_rows import ManyRows
 from kernels.linear.op import LINEAR
 from kernels.linear.reference import linear_reference
@@ -42,15 +41,19 @@ def layer_of(name: str, seed: int) -> PackedLinear:
 def compile_together(tiles: Mapping[Any, Any]) -> None:
     """All variants that the layers need, side by side: one by one they would take minutes."""
     sm = compute_capability(CUDA)
-    needed: dict[str, Variant] = {}
-    for shape in LAYERS.values():
-        group = shape.get("group", 32)
-        affine = shape.get("kind", "offsets") != "symmetric"
-        for tile in tiles:
-            variant = tile.variant(shape.get("bits", 4), max(group, 0), affine)
-            needed[str(variant.kernel())] = variant
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda variant: variant.kernel().resources(sm), needed.values()))
+    needed = [
+        (
+            tile.variant(
+                shape.get("bits", 4),
+                max(shape.get("group", 32), 0),
+                shape.get("kind", "offsets") != "symmetric",
+            ),
+            sm,
+        )
+        for shape in LAYERS.values()
+        for tile in tiles
+    ]
+    compile_all(needed, workers=16)
 
 
 def poison(like: torch.Tensor) -> None:
