@@ -81,7 +81,7 @@ class HopperTile:
             max_registers=65536 // (self.threads * self.blocks) // 8 * 8,  # before they move over
             max_shared_bytes=227 * 1024,
             threads=self.threads,
-            spill_bytes=16,  # a word of a unit's bookkeeping, at three computing warpgroups
+            spill_bytes=32,  # a unit's bookkeeping, at three computing warpgroups
             shared_bytes=self.stages * self.m * 128 + 8192 * self.consumers + 1024,
             first_sm=SM,
         )

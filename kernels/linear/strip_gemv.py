@@ -73,7 +73,7 @@ class GemvTile:
             threads=self.threads,
             shared_bytes=self.shared_bytes,
             # Three blocks that spill a little are faster than two that do not.
-            spill_bytes=96 if self.rows * self.strips >= 128 else 0,
+            spill_bytes=112 if self.rows * self.strips >= 128 else 0,
         )
 
 
