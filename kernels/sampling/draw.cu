@@ -157,7 +157,7 @@ histogram(const float* logits, const ChunkPart* parts, const Draw* draws, float*
 }
 
 // candidates f32[rows, width], room to work in; cutoffs f32[rows].
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
 find_cutoff(const float* probabilities, const Draw* draws, RowState* states, float* candidates,
             float* cutoffs, int width) {
     const Draw draw = draws[blockIdx.y];
