@@ -1,5 +1,6 @@
 // Reads `vectors` 16-byte vectors once and keeps nothing: the rate at which weights can arrive.
-extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* from, int vectors, unsigned* out) {
+extern "C" __global__ void __launch_bounds__(512)
+read_all(const uint4* from, int vectors, unsigned* out) {
     unsigned seen = 0;
     const int stride = gridDim.x * blockDim.x;
     int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -15,17 +15,17 @@
 
 namespace strip {
 
-constexpr int HEIGHT = 16;      // out-features of a strip
-constexpr int BLOCK = 64;     // columns whose codes a lane unpacks at once: four mma steps
-constexpr int PAIRS = 16;     // registers they become
+constexpr int HEIGHT = 16;  // out-features of a strip
+constexpr int BLOCK = 64;   // columns whose codes a lane unpacks at once: four mma steps
+constexpr int PAIRS = 16;   // registers they become
 constexpr int LANES = 32;
 
 template <int WIDTH>
 struct Layout {
-    static constexpr int STEP = WIDTH == 4 ? 128 : 256;    // columns a kernel takes at a time
+    static constexpr int STEP = WIDTH == 4 ? 128 : 256;  // columns a kernel takes at a time
     static constexpr int STEP_BLOCKS = STEP / BLOCK;
-    static constexpr int VECTORS = WIDTH == 4 ? 2 : 3;     // 16-byte vectors a lane reads for a step
-    static constexpr int WORDS = WIDTH == 4 ? 4 : 3;       // words of a block
+    static constexpr int VECTORS = WIDTH == 4 ? 2 : 3;  // 16-byte vectors a lane reads for a step
+    static constexpr int WORDS = WIDTH == 4 ? 4 : 3;    // words of a block
 };
 
 STRIP_INLINE unsigned masked_or(unsigned word, unsigned mask, unsigned magic) {

@@ -1,34 +1,35 @@
 // y = x W^T for few rows of x: the weights pass once, and that is what takes the time.
 //
 // A strip of 16 out-features is the A operand of mma.m16n8k16, rows of x its n side, so eight rows
-// cost what one costs. A block owns STRIPS strips and ROWS rows, its warps take turns along K, UNROLL
-// steps at a time. Weights go from memory into the registers that unpack them, never through shared
-// memory: what is in flight is warps times UNROLL steps, and short code in many warps proved faster
-// here than a deep ring in few. The warps' sums are added in the order of the warps, so the same
-// bits come out every time.
+// cost what one costs. A block owns STRIPS strips and ROWS rows; its warps take turns along K,
+// UNROLL steps at a time. Weights go from memory into the registers that unpack them, never through
+// shared memory: what is in flight is warps times UNROLL steps, and short code in many warps proved
+// faster here than a deep ring in few. The warps' sums are added in the order of the warps, so the
+// same bits come out every time.
 //
 // Reads once: weights, scales, offsets (from L2 again where x has more than ROWS rows). Reads
-// through L1 and L2: x, once a block, which is what limits it from 32 rows on. Loses where there are
-// many rows (strip_gemm*.cu), and where N / 16 is far below the number of multiprocessors: a strip
-// is never shared between blocks.
+// through L1 and L2: x, once a block, which is what limits it from 32 rows on. Loses where there
+// are many rows (strip_gemm*.cu), and where N / 16 is far below the number of multiprocessors: a
+// strip is never shared between blocks.
 //
 // Defines: BITS 3 or 4. ROWS of x there is room for, a multiple of 8. WARPS, STRIPS, UNROLL.
-// PREFETCH 1: the next turn's weights are asked for before this turn's are used. GROUP 32, 64 or 128
-// columns a scale; 0 where a group is whole steps. OFFSETS 0 or 1. GATED 1: rows 0 .. 7 of each
-// strip are gates of its rows 8 .. 15, y = silu(gate) * up is half as wide. RAGGED 1: K is not whole
-// steps. RESIDENT blocks are to fit a multiprocessor.
+// PREFETCH 1: the next turn's weights are asked for before this turn's are used. GROUP 32, 64 or
+// 128 columns a scale; 0 where a group is whole steps. OFFSETS 0 or 1. GATED 1: rows 0 .. 7 of each
+// strip are gates of its rows 8 .. 15, y = silu(gate) * up is half as wide. RAGGED 1: K is not
+// whole steps. RESIDENT blocks are to fit a multiprocessor.
 #include "strip.cuh"
 #include "tensor_core.cuh"
 
 namespace {
 
 using Packed = strip::Layout<BITS>;
-constexpr int TILES = ROWS / 8;                 // n sides of mma
+constexpr int TILES = ROWS / 8;  // n sides of mma
 constexpr int SPAN_ROWS = strip::HEIGHT * STRIPS;
-constexpr int SUM_PITCH = SPAN_ROWS + 1;        // sums of a row of x, without bank conflicts
+constexpr int SUM_PITCH = SPAN_ROWS + 1;  // sums of a row of x, without bank conflicts
 constexpr int STEP_GROUPS = GROUP ? Packed::STEP / GROUP : 1;
-// A step of mma mixes columns of two groups of 32, but a lane's columns of a block lie in one: there
-// a lane's scales go onto its weights. They do for many rows too, where weights are fewer than sums.
+// A step of mma mixes columns of two groups of 32, but a lane's columns of a block lie in one:
+// there a lane's scales go onto its weights. They do for many rows too, where weights are fewer
+// than sums.
 constexpr bool ON_WEIGHTS = GROUP == 32 || ROWS > 16;
 constexpr int BLOCKS_OF_GROUP = GROUP == 0 ? Packed::STEP_BLOCKS : GROUP == 128 ? 2 : 1;
 constexpr int LANE_GROUPS = Packed::STEP_BLOCKS / BLOCKS_OF_GROUP;
@@ -221,7 +222,7 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
     Source source;
 #pragma unroll
     for (int s = 0; s < STRIPS; ++s) {
-        // The last block may reach past the last strip: it reads that one again, and stores nothing.
+        // The last block may reach past the last strip: it reads that one again, stores nothing.
         const size_t at = min(first_strip + s, last_strip);
         source.words[s] = words + at * steps * (Packed::VECTORS * strip::LANES) + lane;
         const size_t row = at * groups * strip::HEIGHT + g +
@@ -294,7 +295,10 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
         const int row = first_strip * strip::HEIGHT + n;
         if (row >= out_features) continue;
         float value = epilogue.biased(row, total(m * SUM_PITCH + n));
-        if (GATED) value = strip::silu(value) * epilogue.biased(row + 8, total(m * SUM_PITCH + n + 8));
+        if (GATED) {
+            const float up = epilogue.biased(row + 8, total(m * SUM_PITCH + n + 8));
+            value = strip::silu(value) * up;
+        }
         epilogue.store(first_row + m, blockIdx.y * OUT + out, value);
     }
 }

@@ -51,6 +51,7 @@ class GemvTile:
         """The compiled kernel for one kind of weights, with its budget. group: as group_define().
         ragged: K is not whole steps.
         """
+        sums = self.rows * self.strips
         defines = {
             "BITS": bits,
             "ROWS": self.rows,
@@ -72,8 +73,8 @@ class GemvTile:
             max_shared_bytes=self.shared_bytes,
             threads=self.threads,
             shared_bytes=self.shared_bytes,
-            # Three blocks that spill a little are faster than two that do not.
-            spill_bytes=112 if self.rows * self.strips >= 128 else 0,
+            # More blocks that spill a little are faster than fewer that do not.
+            spill_bytes=128 if sums >= 128 else 16 if sums >= 64 else 0,
         )
 
 
@@ -85,13 +86,6 @@ def group_define(weights: StripWeights) -> int:
 def steps_of_group(weights: StripWeights) -> int:
     """How many steps share a scale, where a group is whole steps; 1 otherwise."""
     return max(1, weights.group // STEP_COLUMNS[weights.bits])
-
-
-def step_bytes(bits: int, group: int, offsets: bool, strips: int) -> int:
-    """Shared memory of one step of `strips` strips (strip_step.cuh)."""
-    columns = STEP_COLUMNS[bits]
-    scales = (columns // group if group else 1) * STRIP_ROWS * 2
-    return strips * (STRIP_ROWS * columns * bits // 8 + scales * (2 if offsets else 1))
 
 
 @cache
