@@ -28,6 +28,13 @@ struct Online {  // of the two heads 2 * pair and 2 * pair + 1
     float out[STEPS][4] = {};     // rows: values i and i + DIMS / 2; columns: the two heads
 };
 
+// One instruction; exp2f() would scale around subnormal results, which vanish here anyway.
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float highest_of_rows(float x) {
 #pragma unroll
     for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
@@ -48,10 +55,10 @@ __device__ __forceinline__ void soften(float (&scores)[4], const float (&lift)[2
     for (int head = 0; head < 2; ++head) {
         const float here = highest_of_rows(fmaxf(scores[head], scores[head + 2]));
         const float highest = fmaxf(state.highest[head], here);
-        shrink[head] = exp2f(state.highest[head] - highest);
+        shrink[head] = power_of_two(state.highest[head] - highest);
         state.highest[head] = highest;
-        scores[head] = exp2f(scores[head] - highest);
-        scores[head + 2] = exp2f(scores[head + 2] - highest);
+        scores[head] = power_of_two(scores[head] - highest);
+        scores[head + 2] = power_of_two(scores[head + 2] - highest);
         state.total[head] = state.total[head] * shrink[head] + scores[head] + scores[head + 2];
     }
     if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
@@ -78,13 +85,11 @@ struct Cache {  // one sequence's view of one layer, for one KV head
     __device__ __forceinline__ int block_of(int tile) const {
         return __ldcg(table + tile / (BLOCK_TOKENS / TILE));
     }
-    // Bring a warp's first tile nearer while an earlier kernel still runs. Length and table may be
-    // those of an earlier step then; what is right is read again (past L1) after the wait.
-    __device__ __forceinline__ void expect(int tile, int length) const {
-        if (tile * TILE >= length) return;
-        const int lane = threadIdx.x % 32;
-        const char* token = keys + (slot(block_of(tile), tile) + lane % TILE) * token_bytes;
-        prefetch(token + lane / TILE * (token_bytes / 2), HEAD_DIM * VALUE_BYTES);
+    // Bring a warp's first tile nearer, all KV heads of it, while an earlier kernel still runs. Length
+    // and table may be those of an earlier step then; what is right is read again (past L1) later.
+    __device__ __forceinline__ void expect(int tile, int length, int kv_head) const {
+        if (tile * TILE >= length || kv_head > 0 || threadIdx.x % 32 > 0) return;
+        prefetch(keys + slot(block_of(tile), tile) * token_bytes, int(TILE * token_bytes));
     }
 };
 
@@ -181,39 +186,38 @@ __device__ __forceinline__ int sum_at(int dim, int head) {
     return (dim + dim / 8) * HEADS + head;
 }
 
-struct Heights {  // of a block's heads: the highest score and the total relative to it
-    float highest[HEADS], total[HEADS];
+struct Heights {  // of a block's warps and heads: the highest score, and the total
+    float highest[WARPS][HEADS], total[WARPS][HEADS];
+
+    __device__ __forceinline__ float highest_of(int head) const {
+        float most = LOWEST;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) most = fmaxf(most, highest[w][head]);
+        return most;
+    }
+    __device__ __forceinline__ float total_of(int head) const {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += total[w][head];
+        return sum;
+    }
 };
 
-// Bring the warps' sums to one height and lay them into sums[warp].
-__device__ __forceinline__ void join_warps(const Online& state, float* sums,
-                                           Heights (&of_warps)[WARPS], Heights& joined) {
+// Bring the warps' sums and totals to the block's highest scores; the sums into sums[warp].
+__device__ __forceinline__ void join_warps(const Online& state, float* sums, Heights& heights) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, pair = lane % 4;
+    float total[2];
 #pragma unroll
     for (int head = 0; head < 2; ++head) {
-        const float sum = sum_of_rows(state.total[head]);
-        if (row == 0) {
-            of_warps[warp].highest[2 * pair + head] = state.highest[head];
-            of_warps[warp].total[2 * pair + head] = sum;
-        }
+        if (row == 0) heights.highest[warp][2 * pair + head] = state.highest[head];
+        total[head] = sum_of_rows(state.total[head]);
     }
     __syncthreads();
     float shrink[2];
 #pragma unroll
     for (int head = 0; head < 2; ++head) {
-        const int of = 2 * pair + head;
-        float most = LOWEST;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) most = fmaxf(most, of_warps[w].highest[of]);
-        shrink[head] = exp2f(state.highest[head] - most);
-        if (warp == 0 && row == 0) {
-            float sum = 0.f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                sum += of_warps[w].total[of] * exp2f(of_warps[w].highest[of] - most);
-            }
-            joined.highest[of] = most, joined.total[of] = sum;
-        }
+        shrink[head] = power_of_two(state.highest[head] - heights.highest_of(2 * pair + head));
+        if (row == 0) heights.total[warp][2 * pair + head] = total[head] * shrink[head];
     }
     float* mine = sums + warp * SUMS;
 #pragma unroll
@@ -241,12 +245,11 @@ __device__ __forceinline__ void store_heads(element* out, float4 sum, int first,
 }
 
 struct Part {  // what one split leaves behind for one (sequence, head tile)
-    Heights heights;
-    float sums[HEAD_DIM][HEADS];
+    float highest[HEADS], total[HEADS], sums[HEAD_DIM][HEADS];
 };
 
 // `parts` splits into one output, by the whole block and in the splits' order, so with equal bits
-// each time. weights: shared memory, [parts][HEADS].
+// each time. weights: shared memory, [2][parts][HEADS].
 __device__ __forceinline__ void join_splits(const Part* part, int parts, int heads, float* weights,
                                             element* out) {
     constexpr int AT_ONCE = 8, EACH = HEAD_DIM * HEADS / 4;
@@ -259,23 +262,28 @@ __device__ __forceinline__ void join_splits(const Part* part, int parts, int hea
     const int begin = min(int(threadIdx.x), EACH - 1);
 #pragma unroll
     for (int s = 0; s < AT_ONCE; ++s) got[s] = sums_of(s, begin);
+    float* totals = weights + parts * HEADS;
     for (int head = threadIdx.x / 32; head < HEADS; head += WARPS) {
         float most = LOWEST, total = 0.f;
         for (int s = lane; s < parts; s += 32) {
-            most = fmaxf(most, __ldcg(&part[s].heights.highest[head]));
+            const float high = __ldcg(&part[s].highest[head]);
+            totals[s * HEADS + head] = __ldcg(&part[s].total[head]);
+            weights[s * HEADS + head] = high;
+            most = fmaxf(most, high);
         }
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) {
             most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
         }
         for (int s = lane; s < parts; s += 32) {
-            const float weight = exp2f(__ldcg(&part[s].heights.highest[head]) - most);
-            total += __ldcg(&part[s].heights.total[head]) * weight;
+            const float weight = power_of_two(weights[s * HEADS + head] - most);
             weights[s * HEADS + head] = weight;
+            total += totals[s * HEADS + head] * weight;
         }
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-        for (int s = lane; s < parts; s += 32) weights[s * HEADS + head] /= total * SCALE_LIFT;
+        const float share = __fdividef(1.f, total * SCALE_LIFT);
+        for (int s = lane; s < parts; s += 32) weights[s * HEADS + head] *= share;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < EACH; i += WARPS * 32) {
@@ -308,7 +316,7 @@ paged_decode(const element* q, const char* kv, const unsigned* scales, const int
              const int* lengths, const int* rows, element* out, Part* partial, unsigned* counters,
              int kv_heads, int group, int table_width, int tiles_per_split, int window) {
     extern __shared__ __align__(16) float sums[];  // [WARPS][SUMS]
-    __shared__ Heights of_warps[WARPS], joined;
+    __shared__ Heights heights;
     __shared__ bool is_last;
     allow_next();
     const int sequence = blockIdx.z, split = blockIdx.y, warp = threadIdx.x / 32;
@@ -319,7 +327,9 @@ paged_decode(const element* q, const char* kv, const unsigned* scales, const int
     const size_t token_bytes = size_t(2) * kv_heads * HEAD_DIM * VALUE_BYTES;
     const Cache cache = {kv + size_t(kv_head) * HEAD_DIM * VALUE_BYTES, scales + kv_head, table,
                          token_bytes, kv_heads};
-    if (window == 0) cache.expect(split * tiles_per_split + warp, __ldcg(lengths + sequence));
+    if (window == 0) {
+        cache.expect(split * tiles_per_split + warp, __ldcg(lengths + sequence), kv_head);
+    }
     wait_for_previous();
     // Without a window it is known before the length which blocks these are: ask for both at once.
     constexpr int tiles_per_block = BLOCK_TOKENS / TILE;
@@ -346,7 +356,7 @@ paged_decode(const element* q, const char* kv, const unsigned* scales, const int
     }
     Online state;
     attend(cache, query, first + warp, last, low, length, blocks, state);
-    join_warps(state, sums, of_warps, joined);
+    join_warps(state, sums, heights);
 
     Part* part = partial + (size_t(sequence) * gridDim.x + blockIdx.x) * gridDim.y;
     for (int i = threadIdx.x; i < HEAD_DIM * HEADS / 4; i += WARPS * 32) {
@@ -360,7 +370,8 @@ paged_decode(const element* q, const char* kv, const unsigned* scales, const int
         }
         if (parts == 1) {
             const auto shared_out = [&](int head) {  // without keys all is 0
-                return length > 0 ? 1.f / (joined.total[quad + head] * SCALE_LIFT) : 0.f;
+                const float total = heights.total_of(quad + head) * SCALE_LIFT;
+                return length > 0 ? __fdividef(1.f, total) : 0.f;
             };
             sum.x *= shared_out(0), sum.y *= shared_out(1);
             sum.z *= shared_out(2), sum.w *= shared_out(3);
@@ -370,9 +381,9 @@ paged_decode(const element* q, const char* kv, const unsigned* scales, const int
         }
     }
     if (parts == 1) return;
-    if (threadIdx.x < 2 * HEADS) {
-        reinterpret_cast<float*>(&part[split].heights)[threadIdx.x] =
-            reinterpret_cast<const float*>(&joined)[threadIdx.x];
+    if (threadIdx.x < HEADS) {
+        part[split].highest[threadIdx.x] = heights.highest_of(threadIdx.x);
+        part[split].total[threadIdx.x] = heights.total_of(threadIdx.x);
     }
     __syncthreads();
     if (threadIdx.x == 0) {

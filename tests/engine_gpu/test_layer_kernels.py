@@ -76,7 +76,12 @@ def test_an_int8_cache(tmp_path: Path) -> None:
     cpu = loaded(tmp_path, "cpu", "exact")
     opened = open_checkpoint(tmp_path)
     runner = build_runner(
-        opened.config, opened.weights(), device="cuda", kv_dtype="int8", block_tokens=BLOCK
+        opened.config,
+        opened.weights(),
+        device="cuda",
+        kv_dtype="int8",
+        block_tokens=BLOCK,
+        used_vocab=cpu.runner.vocab_size,
     )
     runner.resize_kv(3)
     assert runner.kv.layers[0].nbytes == 3 * BLOCK * 2 * 2 * (64 + 2)
