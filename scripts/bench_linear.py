@@ -234,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     left_out: list[str] = []
     rows += measure(args, peak, left_out)
-    switches = {**vars(args), "output": str(args.output), "group": GROUP}
+    switches = {k: v for k, v in vars(args).items() if k not in ("output", "note")}
+    switches["group"] = GROUP
     if math.isinf(args.most_seconds):
         del switches["most_seconds"]  # JSON knows no infinity
     notes = [*missing_contenders(), *args.note, *left_out]
