@@ -40,9 +40,13 @@ METHODS = {
     "rtn": Method(rounding="nearest", search="none"),
     "mse": Method(rounding="nearest", search="mse"),
     "activation": Method(rounding="nearest", search="activation"),
-    "gptq": Method(search="activation", damp=0.01, rounds=0),
+    "gptq": Method(search="activation", rounds=0),
+    "refit": Method(search="activation", rounds=1),
+    "curvature": Method(search="curvature", rounds=1),
 }
-"""rtn: absmax rounding. gptq: the plain one, act-order with static groups. "": what we ship."""
+"""rtn: absmax rounding. gptq: the plain one, act-order with static groups. refit: with a round of
+better steps and codes after it. curvature: with another search before it, too. "": what we ship.
+"""
 METRICS = (("kl", "nats"), ("perplexity", ""), ("top1", "share"), ("bits_per_weight", "bits"))
 
 

@@ -36,7 +36,7 @@ def round_linear(dense: Dense, grid: Grid, method: Method, moments: InputMoments
     """Codes and steps of one linear. `moments` of its inputs where the method needs them; they are
     used up. ValueError where the inputs are not finite.
     """
-    weight = dense.weight
+    weight, method = dense.weight, method.at(grid.bits)
     if method.rounding == "nearest" or moments is None:
         steps = _nearest_steps(weight, grid, method, moments)
         scale, offset = steps.per_column(weight.shape[1], grid.width(weight.shape[1]))
