@@ -239,7 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows.append(timed(calls, {"n": n, "k": k, "m": m, "bits": 16, "backend": "cublas"}, args))
     print(f"control: {percentile(rows[-1]['raw'], 0.5):.1f} us")
     rows += measure_overlap(args)
-    switches = {name: str(value) for name, value in vars(args).items() if name not in ("note", "output")}
+    switches = {
+        name: str(value) for name, value in vars(args).items() if name not in ("note", "output")
+    }
     write_record(make_record("prefill_gemm", switches, rows, args.note), args.output)
     print(table(rows))
     return 0

@@ -4,6 +4,7 @@
     scripts/plot_linear.py linear.json peers.json --bits 4 --output linear-w4.png
 
 Files after the first are other runs: their lines are dashed, and floors are the first file's.
+--contenders keeps only those named.
 Needs matplotlib (extra `bench`). Measures nothing.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,18 @@ def lines(record: Record, bits: int, shape: Shape) -> dict[str, list[tuple[int, 
     return {name: sorted(points) for name, points in found.items()}
 
 
-def plot(records: Sequence[Record], bits: int, path: Path) -> None:
-    """Write the picture."""
+def plot(
+    records: Sequence[Record], bits: int, path: Path, wanted: Collection[str] | None = None
+) -> None:
+    """Write the picture; the format is that of the file's name."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     least = floors(records[0], bits)
     shapes = sorted({(n, k) for n, k, _ in least}, key=math.prod)
-    across = min(4, len(shapes))
+    across = min(3, len(shapes))
     down = -(-len(shapes) // across)
     figure, axes = pyplot.subplots(
         down, across, figsize=(4.2 * across, 3.4 * down), squeeze=False, constrained_layout=True
@@ -61,24 +64,30 @@ def plot(records: Sequence[Record], bits: int, path: Path) -> None:
         for index, record in enumerate(records):
             for name, points in lines(record, bits, shape).items():
                 kept = [(m, us / least[*shape, m]) for m, us in points if (*shape, m) in least]
-                colour = colours.setdefault(name, f"C{len(colours) % 10}")
+                if not kept or (wanted is not None and name not in wanted):
+                    continue
+                colour = colours.setdefault(name, pyplot.get_cmap("tab20")(len(colours) * 7 % 20))
                 style = "-" if index == 0 else "--"
                 label = name if index == 0 else f"{name} (other run)"
                 axis.plot(*zip(*kept, strict=True), style, color=colour, label=label)
         axis.set(title=f"{shape[0]} x {shape[1]}, W{bits}", xscale="log", yscale="log")
         axis.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+        axis.set(xlabel="rows", ylabel="time over floor", ylim=(1, None))
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
         axis.grid(alpha=0.3)
-    for axis in axes[-1]:
-        axis.set_xlabel("rows")
-    for row in axes:
-        row[0].set_ylabel("time over floor")
+    for axis in axes.flat[len(shapes) :]:
+        axis.remove()
+    axes = axes.flat[: len(shapes)]
     handles = {
         label: handle
-        for axis in axes.flat
+        for axis in axes
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,10 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", type=Path, help="ours first, then other runs")
     parser.add_argument("--bits", type=int, choices=(3, 4), default=4)
+    parser.add_argument("--contenders", nargs="+", help="all, if not given")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args(argv)
     records = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
-    plot(records, args.bits, args.output)
+    plot(records, args.bits, args.output, args.contenders)
     return 0
 
 
