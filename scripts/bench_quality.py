@@ -41,11 +41,10 @@ METHODS = {
     "mse": Method(rounding="nearest", search="mse"),
     "activation": Method(rounding="nearest", search="activation"),
     "gptq": Method(search="activation", rounds=0),
-    "refit": Method(search="activation", rounds=1),
     "curvature": Method(search="curvature", rounds=1),
 }
-"""rtn: absmax rounding. gptq: the plain one, act-order with static groups. refit: with a round of
-better steps and codes after it. curvature: with another search before it, too. "": what we ship.
+"""rtn: absmax rounding. gptq: the plain one, act-order with static groups. curvature: with the
+search by what GPTQ leaves at all bits. "": what we ship.
 """
 METRICS = (("kl", "nats"), ("perplexity", ""), ("top1", "share"), ("bits_per_weight", "bits"))
 
@@ -187,13 +186,21 @@ def table(reports: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _shown(value: Any) -> str:
+    """A switch without the folders of the machine it was given on."""
+    if isinstance(value, list):
+        return " ".join(_shown(part) for part in value)
+    return value.name if isinstance(value, Path) else str(value)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure every case; the record is written after each, so that a stop loses nothing."""
     options = build_parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
-    switches = {k: str(v) for k, v in vars(options).items() if k not in ("cases", "note", "work")}
+    hidden = ("cases", "note", "work", "output")
+    switches = {k: _shown(v) for k, v in vars(options).items() if k not in hidden}
     reports: dict[str, dict[str, Any]] = {}
     rows = [] if options.quoted is None else quoted_rows(options.quoted)
     for case in options.cases:

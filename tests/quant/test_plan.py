@@ -106,5 +106,5 @@ def test_the_plan_is_printed_with_its_budget():
 
 def test_the_measured_method_depends_on_the_bits_and_a_named_one_does_not():
     assert Method().at(3) == Method(search="curvature", rounds=1)
-    assert Method().at(4) == Method(search="activation", rounds=0)
+    assert Method().at(4) == Method(search="activation", rounds=1)
     assert Method(search="mse").at(3) == Method(search="mse").at(4) == Method(search="mse")
