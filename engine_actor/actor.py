@@ -30,6 +30,7 @@ class EngineActor:
         import time
 
         from engine_actor.build import build_service
+        from engine_actor.local_socket import LocalSocket
         from engine_actor.ray_metrics import RayMirror
         from engine_actor.watchdog import Watchdog, leave_process
 
@@ -44,6 +45,7 @@ class EngineActor:
         limit_s = app_args["engine"]["watchdog_s"]
         self._watchdog = Watchdog(self._service.heartbeat, limit_s, leave=leave_process)
         self._mirror = RayMirror(name, lambda: asyncio.run(self._service.metrics_snapshot()))
+        self._socket = LocalSocket(self._service).start()
         self._watchdog.start()
         self._mirror.start()
 
@@ -55,6 +57,14 @@ class EngineActor:
     async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
         """See EngineService.attach."""
         return await self._service.attach(client, protocol, first_seq)
+
+    @ray.method(concurrency_group="ctl")
+    async def socket_address(self) -> dict[str, Any] | None:
+        """Where EngineService.post and .events can be called without Ray, and on which node."""
+        if self._socket is None:
+            return None
+        address = {"port": self._socket.port, "key": self._socket.key}
+        return {"node_id": ray.get_runtime_context().get_node_id(), **address}
 
     @ray.method(concurrency_group="ctl")
     async def post(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> tuple[Any, ...]:

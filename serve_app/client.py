@@ -44,6 +44,8 @@ class EnginePort(Protocol):
 
     async def drain(self, seconds: float) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class LocalPort:
     """A port to a service in this process. `kill()` makes it look like a dead actor."""
@@ -93,6 +95,9 @@ class LocalPort:
     async def drain(self, seconds: float) -> None:
         """See EngineService.drain."""
         await self._alive(self._service.drain(seconds))
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     async def _alive(self, awaitable: Awaitable[T]) -> T:
         """The awaitable's result, or PortDied as soon as the port is killed."""

@@ -15,6 +15,7 @@ from ray import serve
 
 from serve_app.client import EnginePort, PortDied
 from serve_app.ray_port import RayPort
+from serve_app.socket_port import SocketPort
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class EngineDirectory:
             async with asyncio.timeout(self._give_up_s):
                 while True:
                     try:
-                        return RayPort(await asyncio.to_thread(self._look_up, name))
+                        port = RayPort(await asyncio.to_thread(self._look_up, name))
+                        return SocketPort(port, port.socket_address)
                     except ValueError:
                         await asyncio.sleep(pause)
                         pause = min(pause * 2, longest)

@@ -222,6 +222,12 @@ class EngineLink:
 
     async def _serve_once(self) -> None:
         port = await self._port_factory()
+        try:
+            await self._serve_on(port)
+        finally:
+            port.close()
+
+    async def _serve_on(self, port: EnginePort) -> None:
         facts = await port.attach(self.client, PROTOCOL_VERSION, next(self._post_seqs))
         attached = Attached(**{**facts, "eos_token_ids": tuple(facts.get("eos_token_ids", ()))})
         self._port, self.attached = port, attached

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
+import ray
 from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
@@ -16,6 +17,7 @@ from ray.exceptions import (
     TaskCancelledError,
 )
 
+from engine_actor.frames import SocketAddress
 from serve_app.client import PortDied, PortInterrupted, Reply
 
 T = TypeVar("T")
@@ -62,6 +64,16 @@ class RayPort:
     async def drain(self, seconds: float) -> None:
         """See EngineService.drain."""
         await self._alive(self._actor.drain.remote(seconds))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    async def socket_address(self) -> SocketAddress | None:
+        """The engine's loopback socket, where it listens on this very node."""
+        found = await self._alive(self._actor.socket_address.remote())
+        if found is None or found["node_id"] != ray.get_runtime_context().get_node_id():
+            return None
+        return SocketAddress(found["port"], found["key"])
 
     @staticmethod
     async def _alive(call: Awaitable[T]) -> T:

@@ -7,9 +7,11 @@ import asyncio
 
 import pytest
 
+from engine_actor.frames import SocketAddress
 from serve_app.client import PortDied, PortInterrupted
 from serve_app.directory import EngineDirectory, engine_names
 from serve_app.ray_port import RayPort
+from serve_app.socket_port import SocketPort
 
 pytestmark = pytest.mark.ray
 
@@ -35,7 +37,7 @@ def test_a_missing_engine_is_looked_up_again_until_it_is_there():
         return object()
 
     directory = EngineDirectory(("engine-0",), look_up, first_pause_s=0.001)
-    assert isinstance(asyncio.run(directory.port("engine-0")), RayPort)
+    assert isinstance(asyncio.run(directory.port("engine-0")), SocketPort)
     assert asked == ["engine-0"] * 4
 
 
@@ -65,7 +67,21 @@ class Method:
 
 class Actor:
     def __init__(self, end: BaseException | object) -> None:
-        self.status = Method(end)
+        self.status = self.socket_address = Method(end)
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ({"node_id": "here", "port": 7, "key": "ab"}, SocketAddress(7, "ab")),
+        ({"node_id": "elsewhere", "port": 7, "key": "ab"}, None),
+        (None, None),
+    ],
+)
+def test_a_loopback_socket_is_for_its_own_node(monkeypatch, told, found):
+    context = type("Context", (), {"get_node_id": staticmethod(lambda: "here")})
+    monkeypatch.setattr("serve_app.ray_port.ray.get_runtime_context", lambda: context)
+    assert asyncio.run(RayPort(Actor(told)).socket_address()) == found
 
 
 def _died() -> BaseException:

@@ -1,0 +1,134 @@
+"""A port whose posts and events go over the engine's loopback socket, where it is on our node.
+
+Around another port (Ray's), which attaches, answers questions, and takes over for good as soon as
+the socket fails: it knows whether the actor lives. Knows the socket's calls and no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from engine_actor.errors import EngineRestarted
+from engine_actor.frames import HOST, SocketAddress, pack_frame, read_frame
+from serve_app.client import EnginePort, PortInterrupted, Reply
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+BROKEN = (OSError, asyncio.IncompleteReadError)
+"""How a connection ends that was not closed by us."""
+
+
+class SocketPort:
+    """`find` says where the socket is, or None where there is none for us; asked once an attach."""
+
+    def __init__(
+        self, port: EnginePort, find: Callable[[], Awaitable[SocketAddress | None]]
+    ) -> None:
+        self._port = port
+        self._find = find
+        self._address: SocketAddress | None = None
+        self._posting: Connection | None = None
+
+    async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
+        """See EngineService.attach."""
+        facts = await self._port.attach(client, protocol, first_seq)
+        self._address = await self._find()
+        return facts
+
+    async def post(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> Reply:
+        """See EngineService.post. It runs once per seq, so asking again another way is safe."""
+        if self._address is not None:
+            try:
+                reply: Reply = await self._call(pack_frame(("post", client, seq, messages)))
+                return reply
+            except BROKEN:
+                self._address = None
+            except ValueError:
+                pass  # an integer that msgpack cannot carry; Ray can
+        return await self._port.post(client, seq, messages)
+
+    async def events(
+        self, client: str, epoch: int, from_seq: int, max_items: int = 5000
+    ) -> AsyncIterator[tuple[Any, ...]]:
+        """See EngineService.events."""
+        stream = self._events if self._address is not None else self._port.events
+        async with aclosing(stream(client, epoch, from_seq, max_items)) as items:  # type: ignore[type-var]
+            async for item in items:
+                yield item
+
+    async def status(self) -> dict[str, Any]:
+        """See EngineService.status."""
+        return await self._port.status()
+
+    async def metrics_text(self) -> str:
+        """See EngineService.metrics_text."""
+        return await self._port.metrics_text()
+
+    async def reset_prefix_cache(self) -> None:
+        """See EngineService.reset_prefix_cache."""
+        await self._port.reset_prefix_cache()
+
+    async def drain(self, seconds: float) -> None:
+        """See EngineService.drain."""
+        await self._port.drain(seconds)
+
+    def close(self) -> None:
+        """Drop the connection. Idempotent."""
+        if self._posting is not None:
+            self._posting[1].close()
+            self._posting = None
+        self._port.close()
+
+    async def _call(self, call: bytes) -> Any:
+        """One call on the standing connection, which does not survive an answer left unread."""
+        connection, self._posting = self._posting, None
+        if connection is None:
+            connection = await self._connect()
+        try:
+            connection[1].write(call)
+            answer = result_of(await read_frame(connection[0]))
+        except EngineRestarted:
+            self._posting = connection
+            raise
+        except BaseException:
+            connection[1].close()
+            raise
+        self._posting = connection
+        return answer
+
+    async def _events(
+        self, client: str, epoch: int, from_seq: int, max_items: int
+    ) -> AsyncIterator[tuple[Any, ...]]:
+        writer: asyncio.StreamWriter | None = None
+        try:
+            reader, writer = await self._connect()
+            writer.write(pack_frame(("events", client, epoch, from_seq, max_items)))
+            while (item := result_of(await read_frame(reader))) is not None:
+                yield item
+        except BROKEN as error:
+            self._address = None
+            raise PortInterrupted(f"the loopback socket: {error!r}") from None
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def _connect(self) -> Connection:
+        if self._address is None:
+            raise ConnectionError("the loopback socket is given up")
+        reader, writer = await asyncio.open_connection(HOST, self._address.port)
+        writer.write(bytes.fromhex(self._address.key))
+        return reader, writer
+
+
+def result_of(answer: tuple[Any, ...]) -> Any:
+    """What an answer carries; None at the end of a stream. Raises what the engine raised."""
+    match answer:
+        case ("reply" | "batch", value):
+            return value
+        case ("end",):
+            return None
+        case ("error", EngineRestarted.code, str(reason)):
+            raise EngineRestarted(reason)
+    raise ConnectionError(f"an answer we do not know: {answer[:1]!r}")
