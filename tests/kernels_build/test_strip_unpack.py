@@ -43,7 +43,8 @@ def codes_by_header(program: Path, layer: PackedLinear, folder: Path) -> torch.T
     given.write_bytes(words.contiguous().numpy().tobytes())
     subprocess.run([str(program), str(layer.bits), str(given), str(got)], check=True)
     flat = torch.frombuffer(bytearray(got.read_bytes()), dtype=torch.int8)
-    # strip, block, g, t, j, c, h, element: row g + 8 h, column 64 block + 16 t + 4 j + 2 c + element
+    # strip, block, g, t, j, c, h, element:
+    # row g + 8 h, column 64 block + 16 t + 4 j + 2 c + element
     spread = flat.view(strips, blocks, 8, 4, 4, 2, 2, 2).permute(0, 6, 2, 1, 3, 4, 5, 7)
     return spread.reshape(strips * 16, blocks * 64)
 
@@ -61,7 +62,7 @@ def test_header_unpacks_what_the_packers_wrote(unpack: Path, bits: int, tmp_path
 
 @pytest.mark.parametrize("bits", [4, 3])
 def test_header_knows_every_code_in_every_place(unpack: Path, bits: int, tmp_path: Path) -> None:
-    """One layer for each value: that code everywhere, its neighbours' bits all different from it."""
+    """One layer for each value: that code everywhere, its neighbours' bits all different."""
     for code in range(-(2 ** (bits - 1)), 2 ** (bits - 1)):
         codes = torch.full((16, 256), code)
         codes[:, 1::2] = -1 - code
