@@ -48,7 +48,12 @@ def find_compiler(wanted: str | None = None) -> tuple[str, ...]:
     the `ziglang` wheel. Raises BuildError where there is none.
     """
     if wanted:
-        command = tuple(shlex.split(wanted))
+        try:
+            command = tuple(shlex.split(wanted))
+        except ValueError as error:
+            raise BuildError(f"$CXX cannot be read: {str(error).lower()}") from None
+        if not command:
+            return find_compiler()
         if shutil.which(command[0]) is None:
             raise BuildError(f"the C++ compiler {command[0]} is not there")
         return command
@@ -123,7 +128,12 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Raises BuildError where it cannot be run or hangs."""
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",  # compilers quote sources and paths in any encoding
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"the C++ compiler {command[0]} does not run: {error}") from None

@@ -63,6 +63,14 @@ def test_a_compiler_that_fails_is_one_line(tmp_path: Path) -> None:
     assert list((tmp_path / "kept").iterdir()) == []
 
 
+def test_a_complaint_in_another_encoding_is_still_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "c++"
+    script.write_text('#!/bin/sh\nprintf "g\\377\\n"\n[ "$1" = --version ]\n')
+    script.chmod(0o755)
+    with pytest.raises(BuildError, match="cannot build the native kernels: no message"):
+        build_library(tmp_path / "kept", (str(script),), "x")
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="cannot keep a library in"):
@@ -96,6 +104,9 @@ def test_which_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_compiler() == ("/usr/bin/g++",)
     with pytest.raises(BuildError, match="compiler theirs is not there"):
         find_compiler("theirs")
+    assert find_compiler("  ") == ("/usr/bin/g++",)
+    with pytest.raises(BuildError, match=r"\$CXX cannot be read: no closing quotation"):
+        find_compiler('g++ "-m32')
     there.clear()
     with pytest.raises(BuildError, match=r"no C\+\+ compiler"):
         find_compiler()
