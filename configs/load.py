@@ -36,10 +36,13 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def cache_dir(variables: Mapping[str, str] | None = None) -> Path:
     """Where prepared models and compiled kernels are kept: DEEPINFER_CACHE_DIR, else
-    ~/.cache/deepinfer-sm86.
+    ~/.cache/deepinfer-sm86. Raises ConfigError where the user has no home (a container's bare uid).
     """
     chosen = (os.environ if variables is None else variables).get(CACHE_DIR, "")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "deepinfer-sm86"
+    try:
+        return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "deepinfer-sm86"
+    except RuntimeError:
+        raise ConfigError(f"there is no home folder here; set {CACHE_DIR} to a path") from None
 
 
 def wanted_compiler(variables: Mapping[str, str] | None = None) -> str | None:

@@ -72,6 +72,16 @@ def test_the_cache_folder_can_be_moved():
     assert cache_dir({}) == Path.home() / ".cache" / "deepinfer-sm86"
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def no_home(*_: object) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match="no home folder here; set DEEPINFER_CACHE_DIR"):
+        cache_dir({})
+    assert cache_dir({"DEEPINFER_CACHE_DIR": "/elsewhere"}) == Path("/elsewhere")
+
+
 def test_the_shipped_serve_config_is_valid_for_serve_and_for_us(project_root):
     document = read_serve_config(project_root / "serve_config.yaml")
     ours = application(document)
