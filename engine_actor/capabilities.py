@@ -13,7 +13,7 @@ from configs.schema import EngineConfig
 from engine_actor import ops
 from engine_actor.load.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from engine_actor.load.demo import FOLDER
-from engine_actor.load.source import DEMO
+from engine_actor.load.source import DEMO, on_disk
 from engine_actor.model.precision import Precision, choose_precision
 
 MIB = 1 << 20
@@ -38,13 +38,17 @@ def checkpoint_on_disk(path: str, cache_dir: Path) -> Checkpoint | None:
     """The checkpoint that `path` means, if it is here already. Raises CheckpointError where the
     folder is here and is none.
     """
-    folder = cache_dir / FOLDER if path == DEMO else Path(path).expanduser()
-    here = (folder / CONFIG).is_file() if path == DEMO else folder.exists()
-    return open_checkpoint(folder) if here else None
+    if path == DEMO:
+        demo = cache_dir / FOLDER
+        return open_checkpoint(demo) if (demo / CONFIG).is_file() else None
+    found = on_disk(path)
+    return None if found is None else open_checkpoint(found)
 
 
 def describe_choices(engine: EngineConfig, device: str, checkpoint: Checkpoint) -> list[str]:
-    """Dtypes, and which linear backend runs for which rows; refusals with their reasons."""
+    """Dtypes, and which linear backend runs for which rows; refusals with their reasons. Raises
+    ValueError for settings that contradict each other.
+    """
     precision = choose_precision(
         checkpoint.config,
         torch.device(device),

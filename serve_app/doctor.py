@@ -157,7 +157,10 @@ def choice_findings(args: AppArgs) -> list[Finding]:
     if checkpoint is None:
         text = f"model {args.model.path} is not on this machine yet; the first start fetches it"
         return [*found, Finding("choice", text, "note")]
-    lines = capabilities.describe_choices(args.engine, placement.device, checkpoint)
+    try:
+        lines = capabilities.describe_choices(args.engine, placement.device, checkpoint)
+    except ValueError as error:
+        return [*found, Finding("choice", str(error), "problem")]
     return found + [Finding("choice", line) for line in lines]
 
 

@@ -37,18 +37,29 @@ def resolve(
     """
     if path == DEMO:
         return prepare_demo(cache_dir, progress)
-    folder = Path(path).expanduser()
-    if path and folder.is_dir():
-        return folder
-    if path and folder.exists():
-        if folder.suffix == SUFFIX:
-            return folder
-        raise refusal(path, "is a file; give the folder of a checkpoint, or a .gguf file")
+    here = on_disk(path) if path else None
+    if here is not None:
+        return here
     if HUB_FILE.fullmatch(path) and ".." not in path and "--" not in path:
         return _file_from_hub(path, revision)
     if HUB_ID.fullmatch(path) and ".." not in path and "--" not in path:
         return _from_hub(path, revision)
     raise refusal(path, f"no such folder, and neither {DEMO!r} nor a Hub id (org/name)")
+
+
+def on_disk(path: str) -> Path | None:
+    """The folder or GGUF file of that name, None where there is nothing. Raises CheckpointError."""
+    try:
+        folder = Path(path).expanduser()
+        if folder.is_dir() or (folder.exists() and folder.suffix == SUFFIX):
+            return folder
+        there = folder.exists()
+    except (OSError, RuntimeError) as error:  # no permission, too long, `~nobody`
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise refusal(path, f"cannot be looked up ({reason})") from None
+    if there:
+        raise refusal(path, "is a file; give the folder of a checkpoint, or a .gguf file")
+    return None
 
 
 def _from_hub(repo_id: str, revision: str | None) -> Path:

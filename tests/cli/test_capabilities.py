@@ -48,6 +48,22 @@ def test_a_folder_that_is_no_checkpoint_is_a_problem(tmp_path):
     assert "not a checkpoint" in found[0].text
 
 
+def test_settings_that_contradict_each_other_are_a_problem(packed):
+    engine = {"device": "cpu", "kv": {"dtype": "int8"}}
+    found = choice_findings(
+        AppArgs.model_validate({"model": {"path": str(packed)}, "engine": engine})
+    )
+    assert found[-1].level == "problem"
+    assert found[-1].text == "kv.dtype int8 is read by the CUDA kernels only"
+
+
+def test_a_path_that_cannot_be_looked_up_is_a_problem():
+    args = {"model": {"path": "a" * 300}, "engine": {"device": "cpu"}}
+    found = choice_findings(AppArgs.model_validate(args))
+    assert found[-1].level == "problem"
+    assert "cannot be looked up (File name too long)" in found[-1].text
+
+
 def test_a_device_that_cannot_be_had_is_a_problem(monkeypatch):
     monkeypatch.setattr("engine_actor.capabilities.usable_gpus", lambda: 0)
     found = choice_findings(AppArgs.model_validate({"engine": {"device": "cuda"}}))

@@ -79,6 +79,16 @@ def test_neither_folder_nor_id(tmp_path: Path, path: str, hub: list[dict[str, An
     assert hub == []
 
 
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("a" * 300, "File name too long"), ("~no-such-user/x", "home directory")],
+)
+def test_what_the_system_cannot_look_up_is_one_line(tmp_path: Path, path: str, why: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"cannot be looked up \(.*{why}") as caught:
+        source.resolve(path, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "pytorch_model.bin"
     file.touch()
