@@ -55,6 +55,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 def quantize(options: argparse.Namespace) -> int:
     """Run the conversion; lines on stdout, the bar on stderr."""
+    from safetensors import SafetensorError
+
     from configs.load import ConfigError, cache_dir
     from engine_actor.quant import command
 
@@ -80,6 +82,9 @@ def quantize(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("\nstopped; finished layers are kept, --resume goes on from them", file=sys.stderr)
         return 130
+    except (OSError, SafetensorError) as error:  # a full disk, a target that cannot be made
+        print(f"error: {error}; finished layers are kept, see --resume", file=sys.stderr)
+        return 1
     return 0
 
 

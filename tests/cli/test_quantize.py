@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
@@ -127,3 +128,21 @@ def test_ctrl_c_says_how_to_go_on(source, capsys, monkeypatch):
     monkeypatch.setattr(command, "convert", interrupted)
     assert convert(source, "out") == 130
     assert "finished layers are kept, --resume goes on" in capsys.readouterr().err
+
+
+def test_a_full_disk_and_a_target_that_cannot_be_made_are_one_line(source, capsys, monkeypatch):
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    (source.parent / "file").write_text("")
+    assert convert(source, "file/out") == 1
+    err = capsys.readouterr().err
+    assert "Not a directory" in err.splitlines()[-1]
+    with monkeypatch.context() as patched:
+        patched.setattr("engine_actor.quant.journal.save_file", full)
+        assert convert(source, "out") == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: I/O error: No space left on device")
+    assert last.endswith("finished layers are kept, see --resume")
+    assert not (source.parent / "out").exists()
+    assert convert(source, "out", "--resume") == 0
