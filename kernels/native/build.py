@@ -6,6 +6,7 @@ builds a new one and never loads an old one. Knows compilers; knows no kernel an
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +38,11 @@ TUNED_FLAGS = (
 )
 """Tried in this order: not every compiler knows every flag."""
 COMPILERS = ("c++", "g++", "clang++")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
+"""Seven seconds on an idle core; several processes on a busy machine took more than a minute."""
+WORK = "building-"
+LITTER_S = 3600.0
+"""Work folders older than this belong to processes that were killed."""
 
 
 class BuildError(RuntimeError):
@@ -84,13 +90,21 @@ def build_library(folder: Path, compiler: Sequence[str], capability: str) -> Pat
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as work:
+        _sweep(folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=WORK) as work:
             made = Path(work) / target.name
             _compile(compiler, [str(s) for s in sources if s.suffix == ".cpp"], made)
             os.replace(made, target)
     except OSError as error:
         raise BuildError(f"cannot keep a library in {folder}: {error.strerror}") from None
     return target
+
+
+def _sweep(folder: Path) -> None:
+    for litter in folder.glob(f"{WORK}*"):
+        with contextlib.suppress(OSError):  # its owner, or another sweeper, was faster
+            if time.time() - litter.stat().st_mtime > LITTER_S:
+                shutil.rmtree(litter, ignore_errors=True)
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

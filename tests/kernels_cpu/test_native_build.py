@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,19 @@ def test_processes_that_build_at_once_leave_one_whole_library(tmp_path: Path) ->
     made = Path(paths.pop())
     assert len(made.read_text().splitlines()) == 1000
     assert [path.name for path in made.parent.iterdir()] == [made.name]
+
+
+def test_what_a_killed_build_left_is_swept_away(tmp_path: Path) -> None:
+    """Not what another process may be building now."""
+    old, new = tmp_path / "building-old", tmp_path / "building-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "native.so").write_text("half")
+    os.utime(old, (1, 1))
+    made = build_library(tmp_path, fake_compiler(tmp_path), "x")
+    assert made.is_file()
+    assert not old.exists()
+    assert (new / "native.so").read_text() == "half"
 
 
 def test_which_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
