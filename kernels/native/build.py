@@ -86,7 +86,8 @@ def build_library(folder: Path, compiler: Sequence[str], capability: str) -> Pat
     for part in (_version(compiler), capability, cpu_model(), repr((COMMON_FLAGS, TUNED_FLAGS))):
         digest.update(part.encode() + b"\0")
     target = folder / f"native-{digest.hexdigest()[:24]}.so"
-    if target.is_file():
+    # An empty one is what a power cut may leave of a file that was just renamed.
+    if target.is_file() and target.stat().st_size:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)

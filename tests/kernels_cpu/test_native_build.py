@@ -96,6 +96,15 @@ def test_processes_that_build_at_once_leave_one_whole_library(tmp_path: Path) ->
     assert [path.name for path in made.parent.iterdir()] == [made.name]
 
 
+def test_an_empty_library_is_built_again(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path)
+    made = build_library(tmp_path / "kept", compiler, "x")
+    whole = made.read_text()
+    made.write_text("")
+    assert build_library(tmp_path / "kept", compiler, "x") == made
+    assert made.read_text() == whole
+
+
 def test_what_a_killed_build_left_is_swept_away(tmp_path: Path) -> None:
     """Not what another process may be building now."""
     old, new = tmp_path / "building-old", tmp_path / "building-new"
