@@ -26,7 +26,12 @@ class PortInterrupted(Exception):
 
 
 class EnginePort(Protocol):
-    """One engine. Every method raises PortDied once the engine is gone."""
+    """One engine. Every method raises PortDied once the engine is gone. `carrier`: what posts and
+    events go over now, in words, for operators.
+    """
+
+    @property
+    def carrier(self) -> str: ...
 
     async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]: ...
 
@@ -49,6 +54,8 @@ class EnginePort(Protocol):
 
 class LocalPort:
     """A port to a service in this process. `kill()` makes it look like a dead actor."""
+
+    carrier = "this process"
 
     def __init__(self, service: Any) -> None:
         self._service = service

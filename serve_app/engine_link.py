@@ -94,6 +94,11 @@ class EngineLink:
         return self._up.is_set() and not self.draining and self.silent_s < self._stale_s
 
     @property
+    def carrier(self) -> str | None:
+        """What posts and events go over; None while there is no engine."""
+        return None if self._port is None else self._port.carrier
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the engine last answered anything."""
         return self._clock.now() - self._heard_at

@@ -26,6 +26,8 @@ T = TypeVar("T")
 class RayPort:
     """One engine actor. A port never outlives its actor: after PortDied resolve a new one."""
 
+    carrier = "ray"
+
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 

@@ -56,6 +56,7 @@ def add_operation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> None
             "live_sequences": link.live,
             "max_sequences": intake.facts.max_sequences,
             "engine_restarts": link.restarts,
+            "carrier": link.carrier,
             "draining": link.draining,
         }
         return {**engine, "ingress": ingress}

@@ -31,6 +31,11 @@ class SocketPort:
         self._address: SocketAddress | None = None
         self._posting: Connection | None = None
 
+    @property
+    def carrier(self) -> str:
+        """See EnginePort."""
+        return self._port.carrier if self._address is None else "loopback socket"
+
     async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
         """See EngineService.attach."""
         facts = await self._port.attach(client, protocol, first_seq)

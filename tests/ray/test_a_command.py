@@ -74,6 +74,12 @@ def test_the_demo_answers_and_the_ready_line_says_how_to_ask(served):
     assert any(f"curl {served.url}/v1/completions" in line for line in served.lines)
 
 
+def test_on_one_node_nothing_of_a_token_goes_through_ray(served):
+    complete(served)
+    status, page = served.get("/v1/status")
+    assert (status, page["ingress"]["carrier"]) == (200, "loopback socket")
+
+
 def test_the_official_client_is_served(served):
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:

@@ -73,6 +73,7 @@ async def test_status_is_the_engine_s_with_the_ingress_s_beside(make_api: ApiMak
     assert body["prefill_decode_overlap"] is True
     assert body["ingress"]["client"] == api.link.client
     assert body["ingress"]["live_sequences"] == 0
+    assert body["ingress"]["carrier"] == "this process"
 
 
 async def test_models(make_api: ApiMaker) -> None:
