@@ -19,6 +19,7 @@ from kernels.jit.kernel import CudaSource, Kernel, Variant
 from kernels.pack.int8_kv import Int8KV
 from kernels.spec.device import device_info
 from kernels.spec.op import OpKey
+from kernels.spec.registry import refuse_all_but_half
 
 SOURCE = CudaSource("attention/paged_decode.cu")
 ENTRY = "paged_decode"
@@ -203,12 +204,10 @@ class CudaAttention:
 
     def refuse(self, key: OpKey) -> str | None:
         """None where it can; else why not. See op.ATTENTION for the axes."""
-        if key.device != "cuda":
-            return "runs on a GPU only"
-        if key.exact:
-            return "sums depend on how a sequence is split"
-        if key.dtype not in ("float16", "bfloat16"):
-            return f"computes in half precision, not {key.dtype}"
+        if reason := refuse_all_but_half(
+            key, "sums depend on how a sequence is split", "computes in"
+        ):
+            return reason
         if key.k not in HEAD_DIMS:
             return f"heads of {key.k} are not among {HEAD_DIMS}"
         if key.n % TILE_TOKENS:

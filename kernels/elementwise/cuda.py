@@ -13,6 +13,7 @@ from kernels.elementwise.fast import FastRows
 from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn
 from kernels.jit.kernel import CudaSource, Kernel, Variant
 from kernels.spec.op import OpKey
+from kernels.spec.registry import refuse_all_but_half
 
 SOURCE = CudaSource("elementwise/rows.cu")
 VECTOR = 8
@@ -71,13 +72,7 @@ class CudaRows:
 
     def refuse(self, key: OpKey) -> str | None:
         """None where the kernels can serve a model's activations; else why not."""
-        if key.device != "cuda":
-            return "runs on a GPU only"
-        if key.exact:
-            return "rounds to half precision"
-        if key.dtype not in ("float16", "bfloat16"):
-            return f"holds half precision, not {key.dtype}"
-        return None
+        return refuse_all_but_half(key, "rounds to half precision", "holds")
 
     def norm(self, weight: torch.Tensor, eps: float) -> RowFn:
         """See RowOps. weight f32 on the device."""

@@ -11,6 +11,7 @@ from kernels.jit.kernel import CudaSource, Kernel, Variant
 from kernels.kv.op import HeadNorms, StoreFn
 from kernels.pack.int8_kv import Int8KV
 from kernels.spec.op import OpKey
+from kernels.spec.registry import refuse_all_but_half
 
 SOURCE = CudaSource("kv/write.cu")
 ENTRY = "rotate_and_write"
@@ -58,12 +59,8 @@ class CudaStore:
 
     def refuse(self, key: OpKey) -> str | None:
         """None where it can; else why not. See op.STORE for the axes."""
-        if key.device != "cuda":
-            return "runs on a GPU only"
-        if key.exact:
-            return "rounds to half precision"
-        if key.dtype not in ("float16", "bfloat16"):
-            return f"holds half precision, not {key.dtype}"
+        if reason := refuse_all_but_half(key, "rounds to half precision", "holds"):
+            return reason
         if key.k not in HEAD_DIMS:
             return f"heads of {key.k} are not among {HEAD_DIMS}"
         return None

@@ -45,6 +45,19 @@ def explain(backends: Sequence[Backend], key: OpKey) -> tuple[Verdict, ...]:
     return tuple(Verdict(backend.name, backend.refuse(key)) for backend in backends)
 
 
+def refuse_all_but_half(key: OpKey, exact: str, does: str) -> str | None:
+    """What every half-precision GPU backend refuses first. exact: why it cannot be exact; does: its
+    verb in the reason ("holds", "computes in").
+    """
+    if key.device != "cuda":
+        return "runs on a GPU only"
+    if key.exact:
+        return exact
+    if key.dtype not in ("float16", "bfloat16"):
+        return f"{does} half precision, not {key.dtype}"
+    return None
+
+
 def choose(backends: Sequence[AnyBackend], key: OpKey, forced: str | None = None) -> AnyBackend:
     """The first backend that does not refuse `key`, or the one named `forced`.
 

@@ -28,16 +28,16 @@ def plan(config: ModelConfig, shards: ShardSet) -> list[Entry]:
         for slot in slots(config)
     ]
     used = {source for entry in entries for source in entry.sources}
-    refuse_leftovers(set(shards.tensors), used | _ignorable(config, shards))
+    refuse_leftovers(set(shards.tensors), used | ignorable(config, shards))
     return entries
 
 
-def _ignorable(config: ModelConfig, shards: ShardSet) -> set[str]:
+def ignorable(config: ModelConfig, shards: ShardSet) -> set[str]:
     """Tensors that old exporters wrote and that hold nothing of their own."""
-    ignorable = {name for name in shards.tensors if name.endswith(".rotary_emb.inv_freq")}
+    names = {name for name in shards.tensors if name.endswith(".rotary_emb.inv_freq")}
     if config.tie_embeddings:
-        ignorable.add("lm_head.weight")  # a copy of the embedding, by the config's own word
-    return ignorable
+        names.add("lm_head.weight")  # a copy of the embedding, by the config's own word
+    return names
 
 
 def _vector(slot: VectorSlot, shards: ShardSet) -> Entry:

@@ -20,6 +20,7 @@ from engine_actor.load.formats.base import (
     join,
     refuse_leftovers,
 )
+from engine_actor.load.formats.dense import ignorable
 from engine_actor.load.names import LinearSlot, Part, VectorSlot, hub_name, slots
 from engine_actor.load.refusal import refusal
 from engine_actor.load.shards import ShardSet
@@ -54,15 +55,8 @@ def plan(config: ModelConfig, shards: ShardSet, find: Find) -> list[Entry]:
         else:
             entries.extend(_linear(slot, shards, find))
     used = {source for entry in entries for source in entry.sources}
-    refuse_leftovers(set(shards.tensors), used | _ignorable(config, shards))
+    refuse_leftovers(set(shards.tensors), used | ignorable(config, shards))
     return entries
-
-
-def _ignorable(config: ModelConfig, shards: ShardSet) -> set[str]:
-    ignorable = {name for name in shards.tensors if name.endswith(".rotary_emb.inv_freq")}
-    if config.tie_embeddings:
-        ignorable.add("lm_head.weight")  # a copy of the embedding, by the config's own word
-    return ignorable
 
 
 def _entry(
