@@ -89,6 +89,15 @@ class EngineConfig(_Strict):
     enable_prefill_decode_overlap: bool = Field(
         True, description="decode and prefill of a step on two streams where the device has them"
     )
+    overlap_mode: Literal["serial", "two_streams", "two_streams_capped", "green", "mixed"] = Field(
+        "two_streams",
+        description="how they share a GPU; what it cannot do falls back, status says why",
+    )
+    overlap_max_ctas: int | None = Field(
+        None,
+        ge=1,
+        description="multiprocessors of a prefill beside a decode (capped, green); default: 3/4",
+    )
     drain_s: float = Field(60.0, ge=0, description="how long a stop waits for open streams")
     lease_s: float = Field(10.0, gt=0, description="an ingress silent this long is dead")
     watchdog_s: float = Field(120.0, gt=0, description="a step longer than this ends the process")

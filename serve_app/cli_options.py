@@ -25,6 +25,13 @@ _VALUES: tuple[tuple[str, tuple[str, ...], type, str], ...] = (
     ("--max-num-seqs", ("engine", "max_num_seqs"), int, "most sequences running at once"),
     ("--max-queue", ("engine", "max_queue"), int, "most sequences waiting"),
     ("--prefill-chunk-tokens", ("engine", "prefill_chunk_tokens"), int, "prompt tokens a step"),
+    ("--overlap-mode", ("engine", "overlap_mode"), str, "how decode and prefill share a GPU"),
+    (
+        "--overlap-max-ctas",
+        ("engine", "overlap_max_ctas"),
+        int,
+        "multiprocessors of a prefill beside a decode",
+    ),
     ("--max-partial-prefills", ("engine", "max_partial_prefills"), int, "prompts in prefill"),
     ("--reserve-memory-mb", ("engine", "reserve_memory_mb"), int, "device memory left alone, MiB"),
     ("--kv-budget-mb", ("engine", "kv", "budget_mb"), int, "most memory of the KV pool, MiB"),

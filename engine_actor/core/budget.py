@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+ROW_TILE = 64
+"""Rows at which a product of many rows takes its next tile; larger tiles are multiples of it."""
+
 
 def blocks_for_bytes(budget_bytes: int, block_bytes: int) -> int:
     """KV blocks that fit into a budget. Raises ValueError where not even one does."""
@@ -22,6 +25,16 @@ def prefill_budget(chunk_tokens: int, while_decoding: int | None, n_decoding: in
     if n_decoding == 0 or while_decoding is None:
         return chunk_tokens
     return min(chunk_tokens, while_decoding)
+
+
+def tokens_beside(budget: int, n_decoding: int) -> int:
+    """Prompt tokens of a mixed forward: together with the decoded rows they fill whole tiles, 504
+    and 8 rather than 512 and 8. A budget below a tile stays as it is.
+    """
+    if budget < ROW_TILE:
+        return budget
+    rows = max(budget // ROW_TILE, n_decoding // ROW_TILE + 1) * ROW_TILE
+    return rows - n_decoding
 
 
 def limited_blocks(base: int, fraction: float) -> int:

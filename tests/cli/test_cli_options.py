@@ -37,6 +37,7 @@ def test_flags_reach_their_place():
     args = _args(
         "--model", "/models/x", "--numerics", "exact", "--kv-budget-mb", "64", "--no-prefix-cache",
         "--max-partial-prefills", "1", "--reserve-memory-mb", "0",
+        "--overlap-mode", "mixed", "--overlap-max-ctas", "100",
     )  # fmt: skip
     assert args.model.path == "/models/x"
     assert args.engine.numerics == "exact"
@@ -44,6 +45,8 @@ def test_flags_reach_their_place():
     assert args.engine.kv.prefix_cache is False
     assert args.engine.max_partial_prefills == 1
     assert args.engine.reserve_memory_mb == 0
+    assert args.engine.overlap_mode == "mixed"
+    assert args.engine.overlap_max_ctas == 100
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path, monkeypatch):

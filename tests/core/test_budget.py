@@ -11,6 +11,7 @@ from engine_actor.core.budget import (
     limited_blocks,
     prefill_budget,
     share_tokens,
+    tokens_beside,
 )
 
 
@@ -34,6 +35,30 @@ def test_the_chunk_is_smaller_only_while_a_stream_decodes() -> None:
     assert prefill_budget(256, 64, n_decoding=1) == 64
     assert prefill_budget(256, None, n_decoding=9) == 256
     assert prefill_budget(32, 64, n_decoding=1) == 32
+
+
+@pytest.mark.parametrize(
+    ("budget", "n_decoding", "tokens"),
+    [
+        (512, 8, 504),
+        (512, 1, 511),
+        (600, 8, 568),
+        (64, 8, 56),
+        (64, 64, 64),
+        (64, 100, 28),
+        (16, 8, 16),
+    ],
+)
+def test_prompt_and_decoded_rows_fill_whole_tiles_together(
+    budget: int, n_decoding: int, tokens: int
+) -> None:
+    """S-111: 504 and 8 rows cost what 512 do, 512 and 8 what 576 do."""
+    assert tokens_beside(budget, n_decoding) == tokens
+
+
+@given(st.integers(1, 5000), st.integers(0, 300))
+def test_a_mixed_forward_always_takes_some_of_the_prompt(budget: int, n_decoding: int) -> None:
+    assert tokens_beside(budget, n_decoding) >= 1
 
 
 @pytest.mark.parametrize(
