@@ -25,6 +25,9 @@ from kernels.elementwise.exact import ExactRows  # noqa: E402
 from kernels.elementwise.fast import FastRows  # noqa: E402
 from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn, RowOps  # noqa: E402
 from kernels.jit.availability import why_no_jit  # noqa: E402
+from kernels.jit.driver import LaunchError  # noqa: E402
+from kernels.jit.mapped_memory import CudaMemory, why_no_virtual_memory  # noqa: E402
+from kernels.jit.virtual_memory import MemoryDriver, VirtualPool, full_bytes  # noqa: E402
 from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
 from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
@@ -64,10 +67,12 @@ __all__ = [
     "AddNormFn",
     "AttentionFn",
     "AttentionPlan",
+    "CudaMemory",
     "DenseLinear",
     "HeadLayout",
     "HeadNorms",
     "Int8KV",
+    "LaunchError",
     "LayerCache",
     "DeviceInfo",
     "Linear",
@@ -75,6 +80,7 @@ __all__ = [
     "LinearPolicy",
     "LinearShape",
     "LayerShape",
+    "MemoryDriver",
     "NativeLayerWeights",
     "NativeLayers",
     "NativeShape",
@@ -85,11 +91,13 @@ __all__ = [
     "RowOps",
     "StoreFn",
     "Verdict",
+    "VirtualPool",
     "WritePlan",
     "cuda_devices",
     "crossover",
     "dequantise",
     "fastest_dense",
+    "full_bytes",
     "device_info",
     "empty_int8_kv",
     "explain_layer",
@@ -106,6 +114,7 @@ __all__ = [
     "refuse_native_layers",
     "slice_rows",
     "tune_this_card",
+    "why_no_virtual_memory",
     "write_kv",
 ]
 
