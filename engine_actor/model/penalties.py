@@ -45,10 +45,14 @@ class SampleRow:
 def is_edited(row: SampleRow) -> bool:
     """True where edit() would change the row's logits."""
     sampling = row.sampling
+    return bool(row.banned or sampling.logit_bias or needs_history(row))
+
+
+def needs_history(row: SampleRow) -> bool:
+    """True where edit() reads the ids before the row's token: all of them must be known."""
+    sampling = row.sampling
     return bool(
-        row.banned
-        or sampling.logit_bias
-        or sampling.presence_penalty
+        sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.repetition_penalty != 1.0
     )

@@ -21,7 +21,10 @@ from engine_actor.core.plan import SampledToken, TokenLogprobs
 from engine_actor.model.inverse_cdf import invert
 from engine_actor.model.logprobs import token_logprobs as token_logprobs
 from engine_actor.model.penalties import SampleRow as SampleRow
+from engine_actor.model.pending_sample import BrokenLogits as BrokenLogits
+from engine_actor.model.pending_sample import PendingSample, SampledAtOnce, put_tokens
 from engine_actor.model.penalties import edit, is_edited
+from engine_actor.model.penalties import needs_history as needs_history
 from engine_actor.model.random_draw import uniform, unseeded
 from engine_actor.model.row_scan import argmax_rows, finite_at
 from engine_actor.model.truncation import cutoffs
@@ -30,10 +33,6 @@ _ROWS_AT_ONCE = {"cpu": 1}
 """Rows drawn together. On the CPU one row's buffers stay in the cache, which is several times
 faster than a batch; elsewhere (default below) it bounds the [rows, vocabulary] buffers."""
 _ROWS_AT_ONCE_ON_DEVICE = 32
-
-
-class BrokenLogits(ArithmeticError):
-    """The model gave a row that is no distribution (NaN, or nothing finite): there is no token."""
 
 
 class Sampler:
@@ -46,6 +45,26 @@ class Sampler:
     def __init__(self, vocab_size: int | None = None, base_seed: int | None = None) -> None:
         self._vocab_size = vocab_size
         self._base_seed = secrets.randbits(64) if base_seed is None else base_seed
+
+    def begin(
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[SampleRow],
+        token_buffer: torch.Tensor | None = None,
+        slots: Sequence[int] = (),
+    ) -> PendingSample:
+        """sample() in two halves: all work is enqueued on the current stream here, result() waits
+        for the host's copy. The token of row i is also written to token_buffer[slots[i]] (i64 on
+        the logits' device) in stream order; of a broken row that is the old one or any id. Raises
+        torch.OutOfMemoryError where the device has no room to work in.
+        """
+        try:
+            tokens = self.sample(logits, rows)
+        except BrokenLogits as error:
+            # The frames hold the logits.
+            return SampledAtOnce((), error.with_traceback(None))
+        put_tokens(tokens, token_buffer, slots)
+        return SampledAtOnce(tokens)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """One token for each row of fp32 logits [R, V], in the rows' order. The logits are left as

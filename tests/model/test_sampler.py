@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from engine_actor.core.params import InvalidParam, SamplingParams
-from engine_actor.model.sampler import BrokenLogits, Sampler, SampleRow, token_logprobs
+from engine_actor.model.sampler import (
+    BrokenLogits,
+    Sampler,
+    SampleRow,
+    needs_history,
+    token_logprobs,
+)
 
 
 def _row(
@@ -210,3 +216,36 @@ def test_prompt_logprobs_are_finite_and_row_independent() -> None:
     assert [len(one.top) for one in whole] == [3] * 9
     assert token_logprobs(logits[:0], targets[:0], 3) == ()
     assert len(token_logprobs(torch.zeros(1, 2), [0], 20)[0].top) == 2
+
+
+def test_begin_gives_the_tokens_later_and_leaves_them_in_the_buffer() -> None:
+    """Row i's token at its slot, nothing elsewhere; sample() is begin().result()."""
+    logits = torch.randn(3, 40)
+    rows = [_row(_greedy(), rid=0), _row(SamplingParams(seed=4), rid=1), _row(_greedy(), rid=2)]
+    tokens = torch.full((6,), -1)
+    pending = Sampler(base_seed=7).begin(logits, rows, tokens, [4, 0, 5])
+    made = [one.token for one in pending.result()]
+    assert made == [one.token for one in Sampler(base_seed=7).sample(logits, rows)]
+    assert tokens.tolist() == [made[1], -1, -1, -1, made[0], made[2]]
+
+
+def test_begin_tells_of_broken_logits_in_result() -> None:
+    """The rows are enqueued whatever they hold; who reads them hears of it."""
+    pending = Sampler().begin(torch.full((1, 4), math.nan), [_row(_greedy())], torch.zeros(2), [1])
+    with pytest.raises(BrokenLogits, match="no finite logits"):
+        pending.result()
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({"presence_penalty": 0.5}, True),
+        ({"frequency_penalty": -0.5}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"logit_bias": ((1, 2.0),), "seed": 3, "top_p": 0.5, "min_tokens": 2}, False),
+    ],
+)
+def test_only_penalties_need_the_tokens_before(settings: dict[str, object], needs: bool) -> None:
+    """Those of a step in flight are not known to the host."""
+    row = _row(SamplingParams(**settings), banned=(2,))  # type: ignore[arg-type]
+    assert needs_history(row) is needs
