@@ -111,6 +111,16 @@ def blocks_per_multiprocessor(function: int, threads: int, shared_bytes: int) ->
     return blocks.value
 
 
+def capture_of(stream: int) -> int:
+    """The number of the capture that is recording `stream`: never given twice, 0 for none."""
+    state, capture = ctypes.c_int(), ctypes.c_uint64()
+    status = driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(state), ctypes.byref(capture), None, None, None
+    )
+    check(status, "asking what a stream is captured for")
+    return capture.value if state.value else 0
+
+
 def programmatic_attribute() -> Any:
     """A CUlaunchAttribute that allows programmatic dependent launch; keep it alive."""
     attribute = (ctypes.c_int * 18)()  # id, padding, a value of 64 bytes

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from kernels.jit.counters import COUNTERS, counters_on, queue_key
 from kernels.jit.kernel import Kernel, Variant
 from kernels.linear.gemm_plan import Plan, TileCost, plan_units, share_of_card
 from kernels.linear.strip import StripWeights, refuse_strips
@@ -19,8 +20,6 @@ from kernels.spec.op import OpKey
 
 BAND = 16
 """Row tiles whose x stays in L2 while all weights pass."""
-MOST_TILES_SHARED = 1024
-"""Tiles that a layer keeps arrival counters for: more of them are never shared by splitting K."""
 
 
 class ManyRowsTile(Protocol):
@@ -47,7 +46,7 @@ class ManyRows(Generic[AnyTile]):
     """Call it with x [M, K]; y is fp16 [M, N].
 
     silu: W is a fused gate and up, re-laid by strip.interleave_halves(); y is silu(gate) * up,
-    [M, N / 2]. One layer must not run on two streams at a time: its counters are its own.
+    [M, N / 2]. One layer may run on several streams, and in several graphs, at a time.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class ManyRows(Generic[AnyTile]):
         self.group = 0 if weights.scales.shape[1] == 1 else weights.group
         device = weights.words.device
         self.multiprocessors = device_info(device).multiprocessors
-        self.arrivals = torch.zeros(MOST_TILES_SHARED, dtype=torch.int32, device=device)
+        self._counters = counters_on(device)
         self._plans: dict[int, Plan[AnyTile]] = {}
 
     def __call__(
@@ -80,9 +79,10 @@ class ManyRows(Generic[AnyTile]):
         if m == 0:
             return y
         plan = plan or self.plan_for(m)
-        partials = None
+        partials = arrivals = None
         if plan.partials:
             partials = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
+            arrivals = self._counters.of(queue_key())
         tile = plan.tile
         ctas = share_of_card(self.multiprocessors) if max_ctas is None else max_ctas
         if ctas >= self.multiprocessors:
@@ -99,7 +99,7 @@ class ManyRows(Generic[AnyTile]):
             residual,
             y,
             partials,
-            self.arrivals,
+            arrivals,
             m,
             weights.out_features,
             x.shape[1],
@@ -126,7 +126,7 @@ class ManyRows(Generic[AnyTile]):
             steps=-(-self.weights.in_features // 64),
             chunk_steps={each: each.chunk_steps(self.weights.bits) for each in tiles},
             multiprocessors=self.multiprocessors,
-            most_tiles_shared=MOST_TILES_SHARED,
+            most_tiles_shared=COUNTERS,
             splits=splits,
         )
         if is_open:
