@@ -6,7 +6,8 @@ Knows how a sequence becomes a chunk or a slot; decides nothing.
 from __future__ import annotations
 
 from engine_actor.core.commit import Flight, Launch
-from engine_actor.core.plan import DecodeSlot, OverlapMode, PrefillChunk, Refusal, StepPlan
+from engine_actor.core.overlap_policy import Sharing
+from engine_actor.core.plan import DecodeSlot, PrefillChunk, Refusal, StepPlan
 from engine_actor.core.roster import Roster
 from engine_actor.core.sequence import FinishReason, Key, Sequence
 
@@ -28,6 +29,11 @@ class StepDraft:
     def n_decoding(self) -> int:
         """Decode slots so far."""
         return len(self._decode)
+
+    @property
+    def longest_context(self) -> int:
+        """Positions of the longest sequence that decodes; 0 without one."""
+        return max((slot.position + 1 for slot in self._decode), default=0)
 
     def preempt(self, seq: Sequence) -> None:
         """Send a running sequence back to the queue."""
@@ -73,11 +79,12 @@ class StepDraft:
         )
         self._launch(seq, end, samples, scores_prompt=wanted is not None)
 
-    def plan(self, step: int, mode: OverlapMode) -> StepPlan:
+    def plan(self, step: int, sharing: Sharing) -> StepPlan:
         """The finished plan."""
         return StepPlan(
             step=step,
-            mode=mode,
+            mode=sharing.mode,
+            max_ctas=sharing.max_ctas,
             prefill=tuple(self._prefill),
             decode=tuple(self._decode),
             preempted=tuple(self._preempted),

@@ -10,18 +10,18 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from engine_actor.core.admission import admit
-from engine_actor.core.budget import prefill_budget, share_tokens
 from engine_actor.core.capacity import PoolCapacity
 from engine_actor.core.clock import Clock
 from engine_actor.core.commit import Committer, Finished, Flight
-from engine_actor.core.draft import StepDraft, chunk_wanted
+from engine_actor.core.draft import StepDraft
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.limits import SchedulerLimits, require_servable
-from engine_actor.core.plan import OverlapMode, StepOutcome, StepPlan
-from engine_actor.core.queue import RankedSequences, aged_level, rank_of
+from engine_actor.core.overlap_policy import ALWAYS_SERIAL, OverlapPolicy
+from engine_actor.core.plan import StepOutcome, StepPlan
+from engine_actor.core.prefill_plan import plan_prefill
+from engine_actor.core.queue import RankedSequences, rank_of
 from engine_actor.core.roster import Roster
 from engine_actor.core.sequence import FinishReason, Key, SeqState, Sequence
 from engine_actor.errors import DeadlineExceeded, OutOfMemory, Overloaded
@@ -156,9 +156,10 @@ class Scheduler:
         live = self._roster.live
         return max(among, key=lambda key: live[key].rank if key in live else (math.inf, 0))
 
-    def plan(self, mode: OverlapMode = OverlapMode.SERIAL) -> StepPlan:
-        """Decide one step. The caller launches it and commits its outcome; an empty plan is neither
-        launched nor committed. Raises RuntimeError where more steps than `pipeline_depth` are open.
+    def plan(self, policy: OverlapPolicy = ALWAYS_SERIAL) -> StepPlan:
+        """Decide one step; `policy` says how its two kinds of work share the device. The caller
+        launches it and commits its outcome; an empty plan is neither launched nor committed. Raises
+        RuntimeError where more steps than `pipeline_depth` are open.
         """
         if len(self._flights) > self.limits.pipeline_depth:
             raise RuntimeError(f"{len(self._flights)} steps are planned and not committed")
@@ -170,9 +171,9 @@ class Scheduler:
         # Whoever was preempted here must not come back at once and take the blocks it gave.
         if not draft.short_of_blocks:
             admit(self._roster, self._kv, self.limits.max_num_seqs, now)
-        self._plan_prefill(draft, now)
+        sharing = plan_prefill(draft, self._roster, self.limits, self._kv.block_tokens, policy, now)
         self._step += 1
-        plan = draft.plan(self._step, mode)
+        plan = draft.plan(self._step, sharing)
         if not plan.empty:
             self._flights.append(draft.flight(self._step))
         return plan
@@ -257,31 +258,3 @@ class Scheduler:
             if victim is seq:
                 return False
         return True
-
-    def _plan_prefill(self, draft: StepDraft, now: float) -> None:
-        """Prompt chunks under one token budget: aged priority first, then whoever has waited
-        longest for a turn, so that nobody starves.
-        """
-        limits = self.limits
-        budget = prefill_budget(
-            limits.prefill_chunk_tokens,
-            limits.prefill_chunk_tokens_while_decoding,
-            draft.n_decoding,
-        )
-        ready = [
-            (aged_level(seq, now, limits.priority_ageing_s), seq.turn, seq)
-            for seq in self._roster.running
-            if seq.state is SeqState.PREFILL
-            and seq.n_scheduled < len(seq.tokens)
-            and not seq.stalled
-        ]
-        ready.sort(key=lambda entry: entry[:2])
-        for _, level in groupby(ready[: limits.max_partial_prefills], key=lambda entry: entry[0]):
-            group = [seq for _, _, seq in level]
-            for seq, n_tokens in zip(
-                group, share_tokens([chunk_wanted(seq) for seq in group], budget), strict=True
-            ):
-                if n_tokens:
-                    draft.add_chunk(seq, n_tokens, self._kv.block_tokens)
-                    self._roster.take_turn(seq)
-                    budget -= n_tokens

@@ -1,0 +1,68 @@
+"""Which prompts a step computes, and how much of each: one token budget, shared in turns.
+
+Knows sequences and limits; decides nothing about decoded rows, which are in the draft already.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from engine_actor.core.budget import prefill_budget, share_tokens, tokens_beside
+from engine_actor.core.draft import StepDraft, chunk_wanted
+from engine_actor.core.limits import SchedulerLimits
+from engine_actor.core.overlap_policy import SERIAL, OverlapPolicy, Sharing, StepFacts
+from engine_actor.core.plan import OverlapMode
+from engine_actor.core.queue import aged_level
+from engine_actor.core.roster import Roster
+from engine_actor.core.sequence import SeqState, Sequence
+
+Ready = tuple[int, Sequence]
+"""Aged priority level, and a prompt that may have a chunk."""
+
+
+def plan_prefill(
+    draft: StepDraft,
+    roster: Roster,
+    limits: SchedulerLimits,
+    block_tokens: int,
+    policy: OverlapPolicy,
+    now: float,
+) -> Sharing:
+    """Add this step's chunks: aged priority first, then whoever has waited longest for a turn, so
+    that nobody starves. Returns how they share the device with the decoded rows.
+    """
+    budget = prefill_budget(
+        limits.prefill_chunk_tokens, limits.prefill_chunk_tokens_while_decoding, draft.n_decoding
+    )
+    ready = _ready(roster, limits, now)
+    sharing = SERIAL
+    if ready and draft.n_decoding:
+        sharing = policy.choose(_facts(draft, ready, budget))
+        if sharing.mode is OverlapMode.MIXED:
+            budget = tokens_beside(budget, draft.n_decoding)
+    for _, level in groupby(ready, key=lambda entry: entry[0]):
+        group = [seq for _, seq in level]
+        wanted = [chunk_wanted(seq) for seq in group]
+        for seq, n_tokens in zip(group, share_tokens(wanted, budget), strict=True):
+            if n_tokens:
+                draft.add_chunk(seq, n_tokens, block_tokens)
+                roster.take_turn(seq)
+                budget -= n_tokens
+    return sharing
+
+
+def _ready(roster: Roster, limits: SchedulerLimits, now: float) -> list[Ready]:
+    """Prompts that may have a chunk now, first in turn first."""
+    ready = [
+        (aged_level(seq, now, limits.priority_ageing_s), seq.turn, seq)
+        for seq in roster.running
+        if seq.state is SeqState.PREFILL and seq.n_scheduled < len(seq.tokens) and not seq.stalled
+    ]
+    ready.sort(key=lambda entry: entry[:2])
+    return [(level, seq) for level, _, seq in ready[: limits.max_partial_prefills]]
+
+
+def _facts(draft: StepDraft, ready: list[Ready], budget: int) -> StepFacts:
+    wanted = sum(chunk_wanted(seq) for _, seq in ready)
+    longest = max(draft.longest_context, *(seq.n_scheduled + 1 for _, seq in ready))
+    return StepFacts(draft.n_decoding, wanted, budget, longest)
