@@ -76,6 +76,11 @@ class ModelRunner:
         chosen = hidden if rows.shape[0] == hidden.shape[0] else hidden.index_select(0, rows)
         return self._head(self._decoder.norm(chosen)).float()[:, : self.vocab_size]
 
+    def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
+        """fp32 logits [B, vocab_size] of a decode batch, one row a sequence."""
+        hidden = self.run_layers(self.embed(inputs), inputs, 0, self.n_layers)
+        return self.logits(hidden, inputs.logit_rows)
+
     def resize_kv(self, n_blocks: int) -> None:
         """Grow or shrink the KV tensors to n_blocks, keeping the blocks that stay."""
         with torch.inference_mode():

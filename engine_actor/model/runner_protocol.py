@@ -35,6 +35,14 @@ class Runner(Protocol):
         """fp32 logits [R, vocab_size] of the given rows of hidden."""
         ...
 
+    def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
+        """The whole forward of a decode batch: fp32 logits [B, vocab_size], a row a sequence.
+
+        On a GPU the next call may write its logits over these: whoever reads them does so before
+        that, in stream order.
+        """
+        ...
+
     def resize_kv(self, n_blocks: int) -> None:
         """Grow or shrink the KV tensors to n_blocks; the blocks that stay keep their content."""
         ...

@@ -94,6 +94,10 @@ class HashRunner:
         logits[torch.arange(len(rows)), chosen] = 10.0
         return self._track(logits)
 
+    def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
+        hidden = self.run_layers(self.embed(inputs), inputs, 0, self.n_layers)
+        return self.logits(hidden, inputs.logit_rows)
+
     def resize_kv(self, n_blocks: int) -> None:
         if self.max_blocks is not None and n_blocks > self.max_blocks:
             raise MemoryError(f"no memory for {n_blocks} blocks")
