@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -45,56 +45,84 @@ def build_decode(
     slots: Sequence[DecodeSlot], block_tokens: int, device: torch.device
 ) -> BatchInputs:
     """One row per slot. Raises ValueError where a token is still in flight (pipeline depth 1)."""
-    ids: list[int] = []
-    positions: list[int] = []
-    targets: list[int] = []
-    for slot in slots:
-        if slot.token is None:
-            raise ValueError(f"{slot.key}: token of position {slot.position} is still in flight")
-        ids.append(slot.token)
-        positions.append(slot.position)
-        block, offset = divmod(slot.position, block_tokens)
-        targets.append(slot.blocks[block] * block_tokens + offset)
-    return _assemble(
-        ids,
-        positions,
-        targets,
-        list(range(len(ids))),
-        q_lens=(1,) * len(ids),
-        kv_lens=tuple(position + 1 for position in positions),
-        block_lists=tuple(slot.blocks for slot in slots),
-        block_tokens=block_tokens,
-        device=device,
-    )
+    return _assemble(_decode_rows(slots, block_tokens), block_tokens, device)
 
 
 def build_prefill(
     chunks: Sequence[PrefillChunk], block_tokens: int, device: torch.device
 ) -> BatchInputs:
     """end - start rows per chunk; logit_rows are the last rows of the chunks that sample."""
-    ids: list[int] = []
-    positions: list[int] = []
-    targets: list[int] = []
-    logit_rows: list[int] = []
+    return _assemble(_prefill_rows(chunks, block_tokens), block_tokens, device)
+
+
+def build_mixed(
+    slots: Sequence[DecodeSlot],
+    chunks: Sequence[PrefillChunk],
+    block_tokens: int,
+    device: torch.device,
+) -> BatchInputs:
+    """The rows of build_decode, then those of build_prefill."""
+    rows = _decode_rows(slots, block_tokens)
+    rows.extend(_prefill_rows(chunks, block_tokens))
+    return _assemble(rows, block_tokens, device)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The ints of a batch, as BatchInputs names them; targets: its slots."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+    q_lens: list[int] = field(default_factory=list)
+    kv_lens: list[int] = field(default_factory=list)
+    block_lists: list[tuple[int, ...]] = field(default_factory=list)
+
+    def extend(self, other: _Rows) -> None:
+        """Put another batch's sequences behind these."""
+        n_rows = len(self.ids)
+        self.ids += other.ids
+        self.positions += other.positions
+        self.targets += other.targets
+        self.logit_rows += [n_rows + row for row in other.logit_rows]
+        self.q_lens += other.q_lens
+        self.kv_lens += other.kv_lens
+        self.block_lists += other.block_lists
+
+
+def _decode_rows(slots: Sequence[DecodeSlot], block_tokens: int) -> _Rows:
+    rows = _Rows(
+        logit_rows=list(range(len(slots))),
+        q_lens=[1] * len(slots),
+        kv_lens=[slot.position + 1 for slot in slots],
+        block_lists=[slot.blocks for slot in slots],
+    )
+    for slot in slots:
+        if slot.token is None:
+            raise ValueError(f"{slot.key}: token of position {slot.position} is still in flight")
+        rows.ids.append(slot.token)
+        rows.positions.append(slot.position)
+        block, offset = divmod(slot.position, block_tokens)
+        rows.targets.append(slot.blocks[block] * block_tokens + offset)
+    return rows
+
+
+def _prefill_rows(chunks: Sequence[PrefillChunk], block_tokens: int) -> _Rows:
+    rows = _Rows(
+        q_lens=[chunk.end - chunk.start for chunk in chunks],
+        kv_lens=[chunk.end for chunk in chunks],
+        block_lists=[chunk.blocks for chunk in chunks],
+    )
     for chunk in chunks:
         if len(chunk.tokens) != chunk.end - chunk.start:
             raise ValueError(f"{chunk.key}: {len(chunk.tokens)} ids for {chunk.start}..{chunk.end}")
-        ids.extend(chunk.tokens)
-        positions.extend(range(chunk.start, chunk.end))
-        targets.extend(_slots(chunk, block_tokens))
+        rows.ids.extend(chunk.tokens)
+        rows.positions.extend(range(chunk.start, chunk.end))
+        rows.targets.extend(_slots(chunk, block_tokens))
         if chunk.samples:
-            logit_rows.append(len(ids) - 1)
-    return _assemble(
-        ids,
-        positions,
-        targets,
-        logit_rows,
-        q_lens=tuple(chunk.end - chunk.start for chunk in chunks),
-        kv_lens=tuple(chunk.end for chunk in chunks),
-        block_lists=tuple(chunk.blocks for chunk in chunks),
-        block_tokens=block_tokens,
-        device=device,
-    )
+            rows.logit_rows.append(len(rows.ids) - 1)
+    return rows
 
 
 def _slots(chunk: PrefillChunk, block_tokens: int) -> Iterator[int]:
@@ -107,27 +135,17 @@ def _slots(chunk: PrefillChunk, block_tokens: int) -> Iterator[int]:
         yield from range(base + begin, base + stop)
 
 
-def _assemble(
-    ids: list[int],
-    positions: list[int],
-    targets: list[int],
-    logit_rows: list[int],
-    *,
-    q_lens: tuple[int, ...],
-    kv_lens: tuple[int, ...],
-    block_lists: tuple[tuple[int, ...], ...],
-    block_tokens: int,
-    device: torch.device,
-) -> BatchInputs:
+def _assemble(batch: _Rows, block_tokens: int, device: torch.device) -> BatchInputs:
     """Two buffers, two copies to the device, whatever the batch: everything else is a view."""
-    rows = len(ids)
-    packed = torch.frombuffer(array("q", ids + positions + targets + logit_rows), dtype=torch.int64)
-    width = max(map(len, block_lists))
+    rows = len(batch.ids)
+    numbers = batch.ids + batch.positions + batch.targets + batch.logit_rows
+    packed = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    width = max(map(len, batch.block_lists))
     table = array("i")
-    for blocks in block_lists:
+    for blocks in batch.block_lists:
         table.extend(blocks)
         table.frombytes(bytes(4 * (width - len(blocks))))
-    tables = torch.frombuffer(table, dtype=torch.int32).view(len(block_lists), width)
+    tables = torch.frombuffer(table, dtype=torch.int32).view(-1, width)
     if device.type != "cpu":
         packed, tables = packed.to(device), tables.to(device)
     return BatchInputs(
@@ -136,8 +154,8 @@ def _assemble(
         slots=packed[2 * rows : 3 * rows],
         block_tables=tables,
         logit_rows=packed[3 * rows :],
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        block_lists=block_lists,
+        q_lens=tuple(batch.q_lens),
+        kv_lens=tuple(batch.kv_lens),
+        block_lists=tuple(batch.block_lists),
         block_tokens=block_tokens,
     )

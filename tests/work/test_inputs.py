@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
-from engine_actor.work.inputs import build_decode, build_prefill
+from engine_actor.work.inputs import build_decode, build_mixed, build_prefill
 
 CPU = torch.device("cpu")
 
@@ -42,6 +42,27 @@ def test_prefill_inputs_of_two_chunks_sample_only_where_asked() -> None:
     assert inputs.slots.tolist() == [7 * 4 + 3, 5 * 4, 5 * 4 + 1, 4, 5]
     assert inputs.logit_rows.tolist() == [4]
     assert (inputs.q_lens, inputs.kv_lens) == ((3, 2), (6, 2))
+
+
+def test_mixed_inputs_are_the_decoded_rows_and_then_the_chunks() -> None:
+    slots = [
+        DecodeSlot(("c", 1), position=5, token=70, blocks=(9, 2), slot=0),
+        DecodeSlot(("c", 2), position=0, token=71, blocks=(4,), slot=1),
+    ]
+    chunks = [
+        PrefillChunk(("c", 3), 3, 6, (10, 11, 12), blocks=(7, 5), samples=False),
+        PrefillChunk(("c", 4), 0, 2, (20, 21), blocks=(1, 3, 8), samples=True),
+    ]
+    mixed = build_mixed(slots, chunks, 4, CPU)
+    parts = build_decode(slots, 4, CPU), build_prefill(chunks, 4, CPU)
+    for name in ("ids", "positions", "slots"):
+        both = [number for part in parts for number in getattr(part, name).tolist()]
+        assert getattr(mixed, name).tolist() == both
+    for name in ("q_lens", "kv_lens", "block_lists"):
+        assert getattr(mixed, name) == getattr(parts[0], name) + getattr(parts[1], name)
+    assert mixed.logit_rows.tolist() == [0, 1, 2 + 4]
+    assert mixed.block_tables.tolist() == [[9, 2, 0], [4, 0, 0], [7, 5, 0], [1, 3, 8]]
+    assert mixed.n_tokens == 7
 
 
 @given(
