@@ -57,11 +57,15 @@ def build_service(
 
 def build_engine(args: AppArgs, folder: Path, name: str = "engine-0") -> Engine:
     """An engine without a thread around the checkpoint in `folder`. Raises CheckpointError."""
+    return engine_around(args, open_checkpoint(folder), name)
+
+
+def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0") -> Engine:
+    """An engine without a thread around an opened checkpoint. Raises CheckpointError."""
     config = args.engine
     device = choose_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.cpu_threads or engine_threads(physical_cores()))
-    checkpoint = open_checkpoint(folder)
     max_model_len = context_length(args.model, checkpoint)
     runner = _load_runner(checkpoint, config, device)
     facts = _facts(args, checkpoint, runner, max_model_len, name)
