@@ -155,7 +155,7 @@ class Engine:
             blocks = (refused.blocks_needed, refused.blocks_free)
             self._end(self._live[refused.key], refused.reason, refused.code, blocks=blocks)
         if not plan.empty:
-            report = self._steps.run(plan)
+            report = self._steps.finish(self._steps.launch(plan))
             self._commit(report)
             seconds = time.perf_counter() - started
             self._step_us = int(seconds * 1e6)

@@ -82,6 +82,8 @@ class Committer:
                         self._rewind(seq, later)
                     elif (end := self._accept(seq, launch, token, limits, now)) is not None:
                         finished.append(end)
+                    elif seq.key in outcome.rerun:
+                        self._rewind(seq, later)
             if seq in self._roster.leaving:
                 self._roster.settle(seq)
         return tuple(finished)

@@ -113,7 +113,8 @@ class Failure:
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What really happened to a plan: `computed` says up to which position each chunk or slot that
-    passed has valid KV; `retry` sequences ran out of memory transiently and stay as they were.
+    passed has valid KV; `retry` sequences ran out of memory transiently and stay as they were;
+    `rerun` ones passed in a retry, so that what was launched behind the first attempt is void.
     """
 
     plan: StepPlan
@@ -122,6 +123,7 @@ class StepOutcome:
     prompt_logprobs: tuple[tuple[Key, int, tuple[TokenLogprobs, ...]], ...] = ()
     failures: tuple[Failure, ...] = ()
     retry: tuple[Key, ...] = ()
+    rerun: frozenset[Key] = frozenset()
     logical_overlap: bool = False
     stream_overlap: bool = False
     mixed_forward: bool = False

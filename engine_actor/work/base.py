@@ -1,18 +1,19 @@
-"""What every work has in common: five states, three verbs, one legal step each.
+"""What every work has in common: six states, four verbs, one legal step each.
 
-A work is one forward pass of one step. It knows the plan's ints, the runner and the sampler; it
-does not know the scheduler, and only finish() looks at requests. `isolate` decides what happens
-when a verb raises.
+A work is one forward pass of one step: prepare, launch, sample, finish. The first three only put
+work on the device; finish() is the host's, and may come after the next step was launched. It knows
+the plan's ints, the runner and the sampler; it does not know the scheduler. `isolate` decides what
+happens when a verb raises.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -22,15 +23,17 @@ from engine_actor.core.sequence import Sequence as Request
 from engine_actor.model.runner_protocol import Runner
 from engine_actor.model.sampler import Sampler, SampleRow
 from engine_actor.work.inputs import BatchInputs
+from engine_actor.work.sampling import PendingSample, begin, sample_row
 from engine_actor.work.timing import Timer
 
 
 class WorkState(enum.Enum):
-    """NEW > PREPARED > LAUNCHED > DONE; FAILED from any of them but DONE."""
+    """NEW > PREPARED > LAUNCHED > SAMPLED > DONE; FAILED from any of them but DONE."""
 
     NEW = "NEW"
     PREPARED = "PREPARED"
     LAUNCHED = "LAUNCHED"
+    SAMPLED = "SAMPLED"
     DONE = "DONE"
     FAILED = "FAILED"
 
@@ -57,12 +60,22 @@ def no_fault(stage: str, trace_ids: Sequence[str], rows: int) -> None:
     """The hook of production: nothing."""
 
 
+class Sampled(NamedTuple):
+    """One row of the logits that becomes a token: the token's index in its sequence, and the place
+    in the token buffer that the next step may read it from."""
+
+    key: Key
+    position: int
+    slot: int
+
+
 @dataclass(frozen=True, slots=True)
 class WorkContext:
     """What the works of one engine share.
 
     `request` gives the sequence behind a key, None where it is gone. `cover(n)` makes the KV
-    tensors hold block ids below n and may raise out of memory.
+    tensors hold block ids below n and may raise out of memory. `token_buffer`: i64 on the device,
+    the token sampled last for each slot; None where no step is planned ahead.
     """
 
     runner: Runner
@@ -72,6 +85,7 @@ class WorkContext:
     request: Callable[[Key], Request | None]
     cover: Callable[[int], None] = lambda n_blocks: None
     hook: StageHook = no_fault
+    token_buffer: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +107,7 @@ class Work(ABC):
     timer: Timer | None = field(default=None, init=False)
     inputs: BatchInputs | None = field(default=None, init=False)
     logits: torch.Tensor | None = field(default=None, init=False)
+    pending: PendingSample | None = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
     result: WorkResult | None = field(default=None, init=False)
 
@@ -108,9 +123,18 @@ class Work(ABC):
     def rows(self) -> int:
         """Rows of the hidden state."""
 
+    @property
+    @abstractmethod
+    def sampled(self) -> tuple[Sampled, ...]:
+        """The rows of its logits, in order."""
+
     @abstractmethod
     def halves(self) -> tuple[Self, ...]:
         """The same work as two NEW ones of half the size, or nothing where it cannot be split."""
+
+    @abstractmethod
+    def without(self, keys: Set[Key]) -> Self | None:
+        """Itself where it has none of `keys`, else a NEW work of the rest; None where none is left."""
 
     def again(self) -> Self:
         """The same work as a NEW one."""
@@ -140,9 +164,17 @@ class Work(ABC):
             self.timer.stop()
         self.state = WorkState.LAUNCHED
 
+    def sample(self) -> None:
+        """After the join on the device: put the sampling on the caller's stream, behind the join.
+        The host waits for nothing; a CPU has sampled when this returns."""
+        self._require("sample", WorkState.LAUNCHED)
+        self._hook("sample")
+        self._begin_sampling()
+        self.state = WorkState.SAMPLED
+
     def finish(self) -> WorkResult:
-        """After the join: sample and report. Raises whatever the sampler raises."""
-        self._require("finish", WorkState.LAUNCHED)
+        """After the host has waited for the step: report. Raises whatever the sampler raises."""
+        self._require("finish", WorkState.SAMPLED)
         self._hook("finish")
         self.result = self._report()
         self._release()
@@ -151,7 +183,8 @@ class Work(ABC):
 
     def fail(self, error: BaseException) -> None:
         """Give up and drop every tensor, so that a smaller retry finds the memory free."""
-        self._require("fail", WorkState.NEW, WorkState.PREPARED, WorkState.LAUNCHED)
+        states = (WorkState.NEW, WorkState.PREPARED, WorkState.LAUNCHED, WorkState.SAMPLED)
+        self._require("fail", *states)
         self._release()
         self.timer = None
         self.error = error
@@ -177,6 +210,7 @@ class Work(ABC):
     def _release(self) -> None:
         self.inputs = None
         self.logits = None
+        self.pending = None
 
     def _hook(self, stage: str) -> None:
         hook = self.context.hook
@@ -193,42 +227,31 @@ class Work(ABC):
             raise WorkStateError(f"{self.kind} work {self.number}: no inputs in {self.state.name}")
         return self.inputs
 
-    def _sample(self, keys: Sequence[Key]) -> tuple[SampledToken, ...]:
-        """One token for each key, from logits in the same order. Rows of requests that ended
-        between launch and finish are dropped here."""
+    def _begin_sampling(self) -> None:
+        """Rows of requests that have ended already are left out."""
         if self.logits is None:
-            return ()
+            return
+        context = self.context
+        wanted = self.sampled
         alive: list[int] = []
         rows: list[SampleRow] = []
-        for index, key in enumerate(keys):
-            request = self.context.request(key)
+        for index, row in enumerate(wanted):
+            request = context.request(row.key)
             if request is not None and request.state is not SeqState.DONE:
                 alive.append(index)
-                rows.append(sample_row(request, self.context.eos_token_ids))
+                rows.append(sample_row(request, row.position, context.eos_token_ids))
         if not rows:
+            return
+        logits = self.logits if len(alive) == len(wanted) else self.logits[alive]
+        slots = [wanted[index].slot for index in alive]
+        self.pending = begin(context.sampler, logits, rows, context.token_buffer, slots)
+
+    def _tokens(self) -> tuple[SampledToken, ...]:
+        """What was sampled. Rows of requests that ended between sample and finish are dropped."""
+        if self.pending is None:
             return ()
-        logits = self.logits if len(alive) == len(keys) else self.logits[alive]
-        return tuple(self.context.sampler.sample(logits, rows))
+        return tuple(token for token in self.pending.result() if self._is_alive(token.key))
 
-
-def sample_row(request: Request, eos_token_ids: frozenset[int]) -> SampleRow:
-    """What the sampler needs of a request. Ids are copied only where a penalty reads them, so that
-    a long context costs a plain step nothing."""
-    sampling = request.sampling
-    penalised = (
-        sampling.repetition_penalty != 1.0
-        or sampling.presence_penalty != 0.0
-        or sampling.frequency_penalty != 0.0
-    )
-    banned: tuple[int, ...] = ()
-    if request.n_output < sampling.min_tokens:
-        ends = () if sampling.ignore_eos else tuple(eos_token_ids)
-        banned = (*sampling.stop_token_ids, *ends)
-    return SampleRow(
-        key=request.key,
-        sampling=sampling,
-        prompt_ids=request.tokens[: request.n_prompt] if penalised else (),
-        output_ids=request.tokens[request.n_prompt :] if penalised else (),
-        position=len(request.tokens),
-        banned=banned,
-    )
+    def _is_alive(self, key: Key) -> bool:
+        request = self.context.request(key)
+        return request is not None and request.state is not SeqState.DONE

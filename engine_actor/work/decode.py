@@ -5,11 +5,12 @@ Knows slots; does not know why these were chosen.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from engine_actor.core.plan import DecodeSlot
 from engine_actor.core.sequence import Key
-from engine_actor.work.base import Work, WorkResult
+from engine_actor.work.base import Sampled, Work, WorkResult
 from engine_actor.work.inputs import BatchInputs, build_decode
 
 
@@ -33,6 +34,10 @@ class DecodeWork(Work):
     def blocks_needed(self) -> int:
         return sum(len(slot.blocks) for slot in self.slots)
 
+    @property
+    def sampled(self) -> tuple[Sampled, ...]:
+        return tuple(Sampled(slot.key, slot.position + 1, slot.slot) for slot in self.slots)
+
     def halves(self) -> tuple[DecodeWork, ...]:
         if len(self.slots) < 2:
             return ()
@@ -41,19 +46,23 @@ class DecodeWork(Work):
             replace(self, slots=part) for part in (self.slots[:middle], self.slots[middle:])
         )
 
+    def without(self, keys: Set[Key]) -> DecodeWork | None:
+        left = tuple(slot for slot in self.slots if slot.key not in keys)
+        if len(left) == len(self.slots):
+            return self
+        return replace(self, slots=left) if left else None
+
     def _build(self) -> BatchInputs:
         context = self.context
         return build_decode(self.slots, context.block_tokens, context.runner.device)
 
     def _forward(self) -> None:
-        runner, inputs = self.context.runner, self._prepared_inputs()
-        hidden = runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers)
-        self.logits = runner.logits(hidden, inputs.logit_rows)
+        self.logits = self.context.runner.decode_logits(self._prepared_inputs())
 
     def _report(self) -> WorkResult:
         return WorkResult(
             computed=tuple((slot.key, slot.position + 1) for slot in self.slots),
-            sampled=self._sample(self.keys),
+            sampled=self._tokens(),
         )
 
     def _blocks_end(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from engine_actor.errors import FatalDeviceError
 from engine_actor.work.base import Work, WorkResult, WorkState, WorkStateError
 from engine_actor.work.memory_errors import is_fatal, is_out_of_memory
 from engine_actor.work.prefill import PrefillWork
-from engine_actor.work.streams import Pair, SerialPair
+from engine_actor.work.streams import Launched, Pair, SerialPair
 
 LOGGER = logging.getLogger(__name__)
 LONE_TRIES = 3
@@ -52,6 +52,9 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=dict)
     """Launch time by kind of work, failed attempts not counted."""
     retries: int = 0
+    rerun: set[Key] = field(default_factory=set)
+    """Sequences whose result comes from a retry: what was launched behind the first attempt may
+    have read something else."""
 
 
 def release_cached_memory(device: torch.device) -> None:
@@ -72,18 +75,31 @@ class Isolation:
         self._serial = serial
         self._reclaim = reclaim
 
-    def run(self, decode: Work | None, prefill: Work | None) -> Tally:
-        """All works, then the smaller retries of those that failed. Raises FatalDeviceError."""
-        tally = Tally()
-        tally.stream_overlap = self._pair.run(decode, prefill, self._attempt)
-        for work in (decode, prefill):
-            if work is None:
-                continue
+    def launch(self, decode: Work | None, prefill: Work | None) -> Launched:
+        """The first half of a step. What failed is FAILED and waits for finish(). Raises
+        FatalDeviceError."""
+        return self._pair.launch(decode, prefill, self._attempt)
+
+    def finish(self, launched: Launched, void: Set[Key] = frozenset()) -> Tally:
+        """The second half, then the smaller retries of what failed in either, without the sequences
+        in `void`: nobody wants theirs any more. Raises FatalDeviceError."""
+        tally = Tally(stream_overlap=launched.overlapped)
+        self._pair.finish(launched, self._attempt)
+        # Decode before prefill, whatever the order of finish: the retries need the memory in turn.
+        for work in sorted(launched.works, key=lambda work: work.kind):
             if work.state is WorkState.DONE:
                 self._count(tally, work)
-            else:
-                self._smaller(tally, work)
+                continue
+            wanted = work.without(void)
+            if wanted is None:
+                continue
+            if wanted is work or not self._alone(tally, wanted):
+                self._smaller(tally, wanted)
         return tally
+
+    def run(self, decode: Work | None, prefill: Work | None) -> Tally:
+        """Both halves of a step, one after the other."""
+        return self.finish(self.launch(decode, prefill))
 
     def _attempt(self, work: Work, verb: Callable[[], object]) -> bool:
         try:
@@ -103,10 +119,11 @@ class Isolation:
 
     def _alone(self, tally: Tally, work: Work) -> bool:
         tally.retries += 1
-        self._serial.run(work, None, self._attempt)
+        self._serial.finish(self._serial.launch(work, None, self._attempt), self._attempt)
         if work.state is not WorkState.DONE:
             return False
         self._count(tally, work)
+        tally.rerun.update(work.keys)
         return True
 
     def _smaller(self, tally: Tally, failed: Work) -> None:

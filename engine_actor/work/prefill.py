@@ -5,7 +5,7 @@ Knows chunks; does not know why these were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from engine_actor.core.plan import PrefillChunk, TokenLogprobs
 from engine_actor.core.sequence import Key
 from engine_actor.model.sampler import token_logprobs
-from engine_actor.work.base import Lane, Work, WorkResult, WorkState, WorkStateError
+from engine_actor.work.base import Lane, Sampled, Work, WorkResult, WorkState, WorkStateError
 from engine_actor.work.inputs import BatchInputs, build_prefill
 
 HEAD_ROWS = 256
@@ -43,6 +43,10 @@ class PrefillWork(Work):
     def blocks_needed(self) -> int:
         return sum(len(chunk.blocks) for chunk in self.chunks)
 
+    @property
+    def sampled(self) -> tuple[Sampled, ...]:
+        return tuple(Sampled(c.key, c.end, c.slot) for c in self.chunks if c.samples)
+
     def halves(self) -> tuple[PrefillWork, ...]:
         """Split by chunks; a single chunk is shortened by `part` instead."""
         if len(self.chunks) < 2:
@@ -51,6 +55,12 @@ class PrefillWork(Work):
         return tuple(
             replace(self, chunks=part) for part in (self.chunks[:middle], self.chunks[middle:])
         )
+
+    def without(self, keys: Set[Key]) -> PrefillWork | None:
+        left = tuple(chunk for chunk in self.chunks if chunk.key not in keys)
+        if len(left) == len(self.chunks):
+            return self
+        return replace(self, chunks=left) if left else None
 
     def part(self, start: int, end: int) -> PrefillWork:
         """Positions start..end-1 of the only chunk, as a NEW work."""
@@ -109,7 +119,7 @@ class PrefillWork(Work):
     def _report(self) -> WorkResult:
         return WorkResult(
             computed=tuple((chunk.key, chunk.end) for chunk in self.chunks),
-            sampled=self._sample([chunk.key for chunk in self.chunks if chunk.samples]),
+            sampled=self._tokens(),
             prompt_logprobs=tuple(self._prompt_logprobs()),
         )
 

@@ -1,21 +1,23 @@
-"""One plan in, one outcome out: makes the works, runs them isolated, and names who is to blame.
+"""One plan in, one outcome out, in two halves: makes the works, runs them isolated, and names who
+is to blame.
 
 Knows plans and works; changes no request and no block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from engine_actor.core.plan import Failure, StepOutcome, StepPlan
 from engine_actor.core.sequence import FinishReason, Key
 from engine_actor.errors import EngineError, OutOfMemory
-from engine_actor.work.base import Work, WorkContext
+from engine_actor.work.base import Work, WorkContext, WorkState
 from engine_actor.work.decode import DecodeWork
 from engine_actor.work.elastic import KVGrowthError
 from engine_actor.work.isolate import Casualty, Isolation, Tally
 from engine_actor.work.prefill import PrefillWork
+from engine_actor.work.streams import Launched
 from engine_actor.work.timing import intersection
 
 
@@ -29,6 +31,21 @@ class StepReport:
     outcome: StepOutcome
     grounded: tuple[Key, ...] = ()
     retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """A step that is launched and not finished."""
+
+    plan: StepPlan
+    decode: DecodeWork | None
+    prefill: PrefillWork | None
+    launched: Launched
+
+    @property
+    def failed(self) -> bool:
+        """True where a work did not get through its first half."""
+        return any(work.state is WorkState.FAILED for work in self.launched.works)
 
 
 class StepRunner:
@@ -47,8 +64,8 @@ class StepRunner:
         self._victim = victim
         self._n_free = n_free
 
-    def run(self, plan: StepPlan) -> StepReport:
-        """Raises FatalDeviceError where the device is lost."""
+    def launch(self, plan: StepPlan) -> OpenStep:
+        """Put the step on the device. Raises FatalDeviceError where it is lost."""
         decode = DecodeWork(plan.step, self._context, slots=plan.decode) if plan.decode else None
         prefill = (
             PrefillWork(plan.step, self._context, chunks=plan.prefill) if plan.prefill else None
@@ -56,10 +73,15 @@ class StepRunner:
         if decode is not None and prefill is not None:
             # Two works at once may read the same blocks, never write the same sequence's.
             assert not set(decode.keys) & set(prefill.keys), "a sequence is in both works"
-        tally = self._isolation.run(decode, prefill)
+        return OpenStep(plan, decode, prefill, self._isolation.launch(decode, prefill))
+
+    def finish(self, step: OpenStep, void: Set[Key] = frozenset()) -> StepReport:
+        """Wait for the oldest open step, and retry what failed of it, but not for the sequences in
+        `void`. Raises FatalDeviceError."""
+        tally = self._isolation.finish(step.launched, void)
         grounded = tuple(c.key for c in tally.casualties if isinstance(c.error, KVGrowthError))
         failures = self._blame(c for c in tally.casualties if c.key not in grounded)
-        return StepReport(_outcome(plan, decode, prefill, tally, failures), grounded, tally.retries)
+        return StepReport(_outcome(step, tally, failures), grounded, tally.retries)
 
     def _blame(self, casualties: Iterable[Casualty]) -> tuple[Failure, ...]:
         """Every sequence that failed for a reason of its own, and one of those short of memory:
@@ -81,18 +103,14 @@ class StepRunner:
         return Failure(casualty.key, reason, code, detail, casualty.blocks, self._n_free())
 
 
-def _outcome(
-    plan: StepPlan,
-    decode: Work | None,
-    prefill: Work | None,
-    tally: Tally,
-    failures: tuple[Failure, ...],
-) -> StepOutcome:
+def _outcome(step: OpenStep, tally: Tally, failures: tuple[Failure, ...]) -> StepOutcome:
+    decode: Work | None = step.decode
+    prefill: Work | None = step.prefill
     computed = {key: end for result in tally.results for key, end in result.computed}
     failed = {failure.key for failure in failures}
     overlapped = intersection(decode.timer, prefill.timer) if decode and prefill else 0.0
     return StepOutcome(
-        plan,
+        step.plan,
         computed=tuple(computed.items()),
         sampled=tuple(token for result in tally.results for token in result.sampled),
         prompt_logprobs=tuple(entry for r in tally.results for entry in r.prompt_logprobs),
@@ -102,6 +120,7 @@ def _outcome(
             for casualty in tally.casualties
             if casualty.key not in failed and casualty.key not in computed
         ),
+        rerun=frozenset(tally.rerun),
         logical_overlap=decode is not None and prefill is not None,
         stream_overlap=tally.stream_overlap,
         prefill_seconds=tally.seconds.get("prefill"),

@@ -1,6 +1,9 @@
 """How the decode and the prefill work of one step share the device: one after the other, or on two
-streams with fences both ways. The same three verbs in either case.
+streams with fences both ways. The same four verbs in either case.
 
+A step has two halves. launch() puts both works and then their sampling on the device, joined there,
+and waits for nothing; finish() lets the host wait for that step and report. Between the two the
+next step may be launched: its works wait on the device for the stream that samples.
 Knows the order and the fences; knows no request and no fault: `attempt` (isolate.py) runs a verb
 and says whether it passed.
 """
@@ -9,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from engine_actor.core.plan import OverlapMode
-from engine_actor.work.base import Lane, Work
+from engine_actor.work.base import Lane, Work, WorkState
 from engine_actor.work.timing import ClockTimer, EventTimer, Timer
 
 S = TypeVar("S")
@@ -24,12 +28,52 @@ Attempt = Callable[[Work, Callable[[], object]], bool]
 """Run one verb of a work; False where it failed (the work is then FAILED)."""
 
 
+class Fence(Protocol):
+    """A point in a stream of the device."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has come to it."""
+        ...
+
+
+class NoFence:
+    """On a CPU everything has run when its call returns."""
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The works of a step between its two halves, in the order of finish(); failed ones as well.
+    `done`: behind the last thing that the step put on the device. `overlapped`: both works were
+    really launched on two streams.
+    """
+
+    works: tuple[Work, ...]
+    done: Fence
+    overlapped: bool = False
+
+
 class Pair(Protocol):
-    """Runs the works of one step. Returns True where both really ran on two streams."""
+    """Runs the works of one step in two halves; finish() in the order of launch()."""
 
     mode: OverlapMode
 
-    def run(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> bool: ...
+    def launch(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> Launched:
+        """Prepare, launch, join on the device, sample there. The host waits for nothing."""
+        ...
+
+    def finish(self, launched: Launched, attempt: Attempt) -> None:
+        """Wait for the step, then finish the works that were sampled."""
+        ...
+
+
+def finish_in_order(launched: Launched, attempt: Attempt) -> None:
+    """The second half of every pair: nothing is reported before the device has done the step."""
+    launched.done.synchronize()
+    for work in launched.works:
+        if work.state is WorkState.SAMPLED:
+            attempt(work, work.finish)
 
 
 class CallerLane:
@@ -56,19 +100,22 @@ class SerialPair:
         self.lane: Lane = CallerLane(device)
         self._device = device
 
-    def run(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> bool:
-        works = [work for work in (decode, prefill) if work is not None]
-        works = [work for work in works if attempt(work, work.prepare)]
-        works = [work for work in works if attempt(work, partial(work.launch, self.lane))]
-        self.join()
-        for work in works:
-            attempt(work, work.finish)
-        return False
+    def launch(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> Launched:
+        works = tuple(work for work in (decode, prefill) if work is not None)
+        ready = [work for work in works if attempt(work, work.prepare)]
+        running = [work for work in ready if attempt(work, partial(work.launch, self.lane))]
+        # One stream: what it samples comes after what it computes, without a fence.
+        for work in running:
+            attempt(work, work.sample)
+        return Launched(works, self._fence())
 
-    def join(self) -> None:
-        """Wait for the device: nothing may be sampled before."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def finish(self, launched: Launched, attempt: Attempt) -> None:
+        finish_in_order(launched, attempt)
+
+    def _fence(self) -> Fence:
+        if self._device.type != "cuda":
+            return NoFence()
+        return torch.cuda.current_stream(self._device).record_event()
 
 
 class StreamApi(Protocol[S]):
@@ -78,7 +125,7 @@ class StreamApi(Protocol[S]):
 
     def wait(self, waiter: S, awaited: S) -> None: ...
 
-    def synchronize(self, stream: S) -> None: ...
+    def record(self, stream: S) -> Fence: ...
 
     def entered(self, stream: S) -> AbstractContextManager[object]: ...
 
@@ -101,8 +148,8 @@ class CudaStreams:
     def wait(self, waiter: torch.cuda.Stream, awaited: torch.cuda.Stream) -> None:
         waiter.wait_stream(awaited)
 
-    def synchronize(self, stream: torch.cuda.Stream) -> None:
-        stream.synchronize()
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        return stream.record_event()
 
     def entered(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
@@ -141,28 +188,30 @@ class StreamPair(Generic[S]):
         self._prefill = StreamLane(api, prefill_stream)
         self._serial = serial
 
-    def run(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> bool:
+    def launch(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> Launched:
         if decode is None or prefill is None:
-            return self._serial.run(decode, prefill, attempt)
+            return self._serial.launch(decode, prefill, attempt)
         ready = [attempt(decode, decode.prepare), attempt(prefill, prefill.prepare)]
         launched = [
             ready[0] and attempt(decode, partial(decode.launch, self._decode)),
             ready[1] and attempt(prefill, partial(prefill.launch, self._prefill)),
         ]
-        self.join()
-        if launched[1]:
-            attempt(prefill, prefill.finish)
-        if launched[0]:
-            attempt(decode, decode.finish)
-        return all(launched)
-
-    def join(self) -> None:
-        """The default stream waits for both, then the host for it. Both fences hold even when a
-        launch failed half way: its kernels may still be writing."""
         current = self._api.current()
+        self.join(current)
+        if launched[1]:
+            attempt(prefill, prefill.sample)
+        if launched[0]:
+            attempt(decode, decode.sample)
+        return Launched((prefill, decode), self._api.record(current), all(launched))
+
+    def finish(self, launched: Launched, attempt: Attempt) -> None:
+        finish_in_order(launched, attempt)
+
+    def join(self, current: S) -> None:
+        """The stream that samples waits for both, and so does all that follows on it. Both fences
+        hold even when a launch failed half way: its kernels may still be writing."""
         self._api.wait(current, self._prefill.stream)
         self._api.wait(current, self._decode.stream)
-        self._api.synchronize(current)
 
 
 def make_pair(device: torch.device, overlap: bool) -> SerialPair | StreamPair[torch.cuda.Stream]:

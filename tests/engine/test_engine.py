@@ -14,7 +14,7 @@ from engine_actor.engine import Engine
 from engine_actor.loop import Heartbeat
 from engine_actor.messages import Cancel, Flag, Limit, Submit
 from engine_actor.status import engine_status
-from engine_actor.work.streams import SerialPair, StreamPair
+from engine_actor.work.streams import Fence, NoFence, SerialPair, StreamPair
 from engine_actor.work.timing import ClockTimer, Timer
 from tests.doubles.scripted_runner import HashRunner, ScriptedRunner, make_engine
 from tests.engine.driver import CLIENT, Driver
@@ -31,7 +31,8 @@ class NamedStreams:
 
     def wait(self, waiter: str, awaited: str) -> None: ...
 
-    def synchronize(self, stream: str) -> None: ...
+    def record(self, stream: str) -> Fence:
+        return NoFence()
 
     def entered(self, stream: str) -> AbstractContextManager[object]:
         return nullcontext()

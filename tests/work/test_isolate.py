@@ -35,6 +35,7 @@ def staged(*rules: FaultRule, n: int = 6) -> tuple[Stage, FaultPlan]:
             object.__setattr__(work.context, "request", stage.requests.get)
             work.prepare()
             work.launch(SerialPair(CPU).lane)
+            work.sample()
             request.tokens.append(work.finish().sampled[0].token)
     return stage, plan
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from engine_actor.core.plan import OverlapMode
-from engine_actor.work.base import Lane, Work, WorkResult
-from engine_actor.work.streams import Attempt, SerialPair, StreamPair, make_pair
+from engine_actor.work.base import Lane, Work, WorkResult, WorkState
+from engine_actor.work.streams import Pair, SerialPair, StreamPair, make_pair
 from engine_actor.work.timing import ClockTimer, EventTimer, Timer, intersection
 
 CPU = torch.device("cpu")
+VERBS = ("prepare", "launch", "sample", "finish")
 
 
 class RecordedWork(Work):
@@ -32,6 +33,10 @@ class RecordedWork(Work):
             lane.new_timer().start()
             self._do("launch")
 
+    def sample(self) -> None:
+        self._do("sample")
+        self.state = WorkState.SAMPLED
+
     def finish(self) -> WorkResult:
         self._do("finish")
         return WorkResult()
@@ -41,8 +46,19 @@ class RecordedWork(Work):
         if verb == self._broken:
             raise MemoryError(verb)
 
-    keys = rows = blocks_needed = property(lambda self: 0)  # type: ignore[assignment]
-    halves = _build = _forward = _report = _blocks_end = lambda self: None  # type: ignore
+    keys = rows = sampled = blocks_needed = property(lambda self: 0)  # type: ignore[assignment]
+    halves = without = _build = _forward = _report = _blocks_end = lambda self: None  # type: ignore
+
+
+class RecordedFence:
+    """The host's wait for a point in a stream."""
+
+    def __init__(self, log: list[str], stream: str) -> None:
+        self._log = log
+        self._stream = stream
+
+    def synchronize(self) -> None:
+        self._log.append(f"host waits for {self._stream}")
 
 
 class RecordedStreams:
@@ -57,8 +73,9 @@ class RecordedStreams:
     def wait(self, waiter: str, awaited: str) -> None:
         self._log.append(f"{waiter} waits for {awaited}")
 
-    def synchronize(self, stream: str) -> None:
-        self._log.append(f"synchronize {stream}")
+    def record(self, stream: str) -> RecordedFence:
+        self._log.append(f"record {stream}")
+        return RecordedFence(self._log, stream)
 
     def entered(self, stream: str) -> AbstractContextManager[object]:
         @contextmanager
@@ -85,28 +102,38 @@ def stream_pair(log: list[str]) -> StreamPair[str]:
     return StreamPair(RecordedStreams(log), "fast", "slow", SerialPair(CPU))
 
 
-def works(log: list[str], decode: str = "", prefill: str = "") -> tuple[Work, Work, Attempt]:
-    return RecordedWork("decode", log, decode), RecordedWork("prefill", log, prefill), attempt
+def works(log: list[str], decode: str = "", prefill: str = "") -> tuple[Work, Work]:
+    return RecordedWork("decode", log, decode), RecordedWork("prefill", log, prefill)
 
 
-def test_serial_is_decode_then_prefill_in_the_same_three_verbs() -> None:
+def run(pair: Pair, decode: Work | None, prefill: Work | None) -> bool:
+    """Both halves. True where the works ran on two streams."""
+    launched = pair.launch(decode, prefill, attempt)
+    pair.finish(launched, attempt)
+    return launched.overlapped
+
+
+def test_serial_is_decode_then_prefill_in_the_same_four_verbs() -> None:
     """S-57, S-68."""
     log: list[str] = []
-    assert SerialPair(CPU).run(*works(log)) is False
+    assert run(SerialPair(CPU), *works(log)) is False
     assert log == [
         "decode.prepare",
         "prefill.prepare",
         "decode.launch",
         "prefill.launch",
+        "decode.sample",
+        "prefill.sample",
         "decode.finish",
         "prefill.finish",
     ]
 
 
 def test_two_streams_launch_decode_first_and_finish_prefill_first() -> None:
-    """S-52, S-53: both fences, each before what it protects; S-54: sampling after the join."""
+    """S-52, S-53: both fences, each before what it protects; S-54: sampling after the join, the
+    host's wait after all that the device is given."""
     log: list[str] = []
-    assert stream_pair(log).run(*works(log)) is True
+    assert run(stream_pair(log), *works(log)) is True
     assert log == [
         "decode.prepare",
         "prefill.prepare",
@@ -120,7 +147,10 @@ def test_two_streams_launch_decode_first_and_finish_prefill_first() -> None:
         "leave slow",
         "default waits for slow",
         "default waits for fast",
-        "synchronize default",
+        "prefill.sample",
+        "decode.sample",
+        "record default",
+        "host waits for default",
         "prefill.finish",
         "decode.finish",
     ]
@@ -130,33 +160,54 @@ def test_two_streams_launch_decode_first_and_finish_prefill_first() -> None:
 def test_one_work_needs_no_second_stream(alone: str) -> None:
     """S-59: such a step is no overlap, whatever the mode."""
     log: list[str] = []
-    decode, prefill, _ = works(log)
+    decode, prefill = works(log)
     pair = (decode, None) if alone == "decode" else (None, prefill)
-    assert stream_pair(log).run(*pair, attempt) is False
-    assert log == [f"{alone}.{verb}" for verb in ("prepare", "launch", "finish")]
+    assert run(stream_pair(log), *pair) is False
+    assert log == [f"{alone}.{verb}" for verb in VERBS]
+
+
+def test_the_next_step_is_launched_behind_the_join_of_an_open_one() -> None:
+    """Each work of the next step waits for the stream that samples, which waited for both works of
+    this one; the host waits for the steps in their order."""
+    log: list[str] = []
+    pair = stream_pair(log)
+    first, second = (pair.launch(*works(log), attempt) for _ in range(2))
+    pair.finish(first, attempt)
+    pair.finish(second, attempt)
+    fences = [entry for entry in log if "wait" in entry or entry.startswith("record")]
+    launch = [
+        "fast waits for default",
+        "slow waits for default",
+        "default waits for slow",
+        "default waits for fast",
+        "record default",
+    ]
+    assert fences == [*launch, *launch, *["host waits for default"] * 2]
+    sampled = [index for index, entry in enumerate(log) if entry == "decode.sample"]
+    assert sampled[0] < log.index("fast waits for default", sampled[0]) < sampled[1]
 
 
 @pytest.mark.parametrize("pair", [SerialPair(CPU), "streams"])
-@pytest.mark.parametrize("broken", ["prepare", "launch", "finish"])
+@pytest.mark.parametrize("broken", VERBS)
 @pytest.mark.parametrize("which", ["decode", "prefill"])
 def test_a_broken_verb_stops_its_work_only(pair: object, broken: str, which: str) -> None:
     log: list[str] = []
     chosen = stream_pair(log) if pair == "streams" else pair
-    overlapped = chosen.run(*works(log, **{which: broken}))  # type: ignore[attr-defined]
+    overlapped = run(chosen, *works(log, **{which: broken}))  # type: ignore[arg-type]
     other = "prefill" if which == "decode" else "decode"
-    verbs = ("prepare", "launch", "finish")
-    assert [entry for entry in log if entry.startswith(other)] == [f"{other}.{v}" for v in verbs]
-    done = verbs[: verbs.index(broken) + 1]
+    assert [entry for entry in log if entry.startswith(other)] == [f"{other}.{v}" for v in VERBS]
+    done = VERBS[: VERBS.index(broken) + 1]
     assert [entry for entry in log if entry.startswith(which)] == [f"{which}.{v}" for v in done]
-    assert overlapped is (pair == "streams" and broken == "finish")
+    assert overlapped is (pair == "streams" and broken in ("sample", "finish"))
 
 
 def test_a_launch_that_fails_half_way_is_still_joined() -> None:
     """Its kernels may still be writing KV: nobody may reuse a block before the fence."""
     log: list[str] = []
-    stream_pair(log).run(*works(log, prefill="launch"))
-    join = ["default waits for slow", "default waits for fast", "synchronize default"]
-    assert log[-4:] == [*join, "decode.finish"]
+    run(stream_pair(log), *works(log, prefill="launch"))
+    join = ["default waits for slow", "default waits for fast"]
+    behind = ["decode.sample", "record default", "host waits for default", "decode.finish"]
+    assert log[-6:] == [*join, *behind]
 
 
 def test_the_cpu_is_serial_whatever_the_switch() -> None:

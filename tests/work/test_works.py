@@ -21,6 +21,7 @@ PROMPT = (3, 1, 4, 1, 5, 9)
 def run(work: Work) -> None:
     work.prepare()
     work.launch(LANE)
+    work.sample()
     work.finish()
 
 
@@ -66,13 +67,16 @@ def test_prepare_never_runs_the_model() -> None:
     assert stage.runner.launches == 0
 
 
-def test_nothing_is_sampled_before_finish() -> None:
-    """S-54: launch changes no request."""
+def test_nothing_is_sampled_before_the_join() -> None:
+    """S-54: launch samples nothing, and what sample() begins changes no request."""
     stage = Stage()
     request = stage.request(1, PROMPT)
     work = stage.prefill(stage.chunk(1, 0, 6))
     work.prepare()
     work.launch(LANE)
+    assert work.pending is None
+    work.sample()
+    assert work.pending is not None
     assert work.result is None
     assert request.tokens == list(PROMPT)
     assert request.state is SeqState.PREFILL
@@ -84,10 +88,13 @@ def test_nothing_is_sampled_before_finish() -> None:
         (["launch"], "decode work 17: launch in NEW"),
         (["finish"], "decode work 17: finish in NEW"),
         (["prepare", "finish"], "decode work 17: finish in PREPARED"),
+        (["prepare", "sample"], "decode work 17: sample in PREPARED"),
+        (["prepare", "launch", "finish"], "decode work 17: finish in LAUNCHED"),
+        (["prepare", "launch", "sample", "sample"], "decode work 17: sample in SAMPLED"),
         (["prepare", "prepare"], "decode work 17: prepare in PREPARED"),
         (["prepare", "launch", "launch"], "decode work 17: launch in LAUNCHED"),
-        (["prepare", "launch", "finish", "finish"], "decode work 17: finish in DONE"),
-        (["prepare", "launch", "finish", "fail"], "decode work 17: fail in DONE"),
+        (["prepare", "launch", "sample", "finish", "finish"], "decode work 17: finish in DONE"),
+        (["prepare", "launch", "sample", "finish", "fail"], "decode work 17: fail in DONE"),
         (["fail", "prepare"], "decode work 17: prepare in FAILED"),
         (["prepare", "fail", "launch"], "decode work 17: launch in FAILED"),
     ],
@@ -101,6 +108,7 @@ def test_one_legal_step_each(verbs: list[str], message: str) -> None:
     calls = {
         "prepare": work.prepare,
         "launch": lambda: work.launch(LANE),
+        "sample": work.sample,
         "finish": work.finish,
         "fail": lambda: work.fail(MemoryError()),
     }
@@ -167,6 +175,7 @@ def test_layer_ranges_give_what_one_launch_gives() -> None:
     work.launch_layers(LANE, 3, 5)
     assert work.state is WorkState.LAUNCHED
     assert work.elapsed() > first  # type: ignore[operator]
+    work.sample()
     (sample,) = work.finish().sampled
     assert sample.token == stage.runner.expected(PROMPT, 1)[0]
 
@@ -222,16 +231,22 @@ def test_the_head_sees_at_most_256_rows_at_once() -> None:
     assert sum(len(part) for *_, part in work.result.prompt_logprobs) == 599
 
 
-def test_requests_that_ended_in_flight_are_dropped_at_finish() -> None:
-    """B-10: the row of a cancelled request is not sampled; its neighbours' are."""
+@pytest.mark.parametrize("late", [False, True])
+def test_requests_that_ended_in_flight_are_dropped(late: bool) -> None:
+    """B-10: nothing is reported of a cancelled request, whether it ended before its row was sampled
+    or after (`late`); its neighbours' tokens are."""
     stage = Stage()
     for rid in (1, 2, 3):
         stage.request(rid, (*PROMPT, rid))
     work = stage.prefill(*(stage.chunk(rid, 0, 7) for rid in (1, 2, 3)))
     work.prepare()
     work.launch(LANE)
+    if late:
+        work.sample()
     stage.requests["c", 2].move(SeqState.DONE)
     del stage.requests["c", 1]
+    if not late:
+        work.sample()
     result = work.finish()
     assert [(s.key, s.token) for s in result.sampled] == [
         (("c", 3), stage.runner.expected((*PROMPT, 3), 1)[0])
