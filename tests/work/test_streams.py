@@ -113,7 +113,7 @@ def run(pair: Pair, decode: Work | None, prefill: Work | None) -> bool:
     return launched.overlapped
 
 
-def test_serial_is_decode_then_prefill_in_the_same_four_verbs() -> None:
+def test_serial_is_decode_then_prefill_in_the_same_three_verbs() -> None:
     """S-57, S-68."""
     log: list[str] = []
     assert run(SerialPair(CPU), *works(log)) is False

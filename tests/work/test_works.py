@@ -67,7 +67,7 @@ def test_prepare_never_runs_the_model() -> None:
     assert stage.runner.launches == 0
 
 
-def test_nothing_is_sampled_before_the_join() -> None:
+def test_nothing_is_sampled_before_finish() -> None:
     """S-54: launch samples nothing, and what sample() begins changes no request."""
     stage = Stage()
     request = stage.request(1, PROMPT)
@@ -232,7 +232,7 @@ def test_the_head_sees_at_most_256_rows_at_once() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_requests_that_ended_in_flight_are_dropped(late: bool) -> None:
+def test_requests_that_ended_in_flight_are_dropped_at_finish(late: bool) -> None:
     """B-10: nothing is reported of a cancelled request, whether it ended before its row was sampled
     or after (`late`); its neighbours' tokens are."""
     stage = Stage()
