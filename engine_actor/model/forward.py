@@ -81,6 +81,12 @@ class ModelRunner:
         hidden = self.run_layers(self.embed(inputs), inputs, 0, self.n_layers)
         return self.logits(hidden, inputs.logit_rows)
 
+    def reserve_kv(self, capacity: int) -> None:
+        """Choose the addresses of a cache of up to `capacity` blocks, empty where it moves."""
+        with torch.inference_mode():
+            self.kv.reserve(capacity)
+        self._plans.clear()
+
     def resize_kv(self, n_blocks: int) -> None:
         """Grow or shrink the KV tensors to n_blocks, keeping the blocks that stay."""
         with torch.inference_mode():

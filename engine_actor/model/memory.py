@@ -7,10 +7,16 @@ not the machine's.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
+
+from engine_actor import ops
+from engine_actor.model.kv_store import PoolMaker
+from engine_actor.model.ledger import CardLedger
 
 MIB = 1 << 20
 CPU_SHARE = 2
@@ -62,8 +68,40 @@ def settle_allocator(device: torch.device) -> None:
 def free_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on the device now."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return card_ledger(device).free()
     return min(_available_ram(), _container_headroom())
+
+
+class TorchAllocator:
+    """ledger.Allocator of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total = int(torch.cuda.mem_get_info(device)[1])
+
+    def card_free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def reserved(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device))
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def set_limit(self, limit: int) -> None:
+        # torch multiplies by the total of the properties, which may differ from the driver's.
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self._device)
+
+
+@cache
+def _ledger(index: int) -> CardLedger:
+    return CardLedger(TorchAllocator(torch.device("cuda", index)))
+
+
+def card_ledger(device: torch.device) -> CardLedger:
+    """The one of the process for this CUDA device."""
+    return _ledger(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _available_ram() -> int:
@@ -84,3 +122,20 @@ def _container_headroom() -> int:
     except (OSError, ValueError):
         return 1 << 62
     return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+
+
+def pool_maker(device: torch.device) -> PoolMaker | str:
+    """How the KV cache gets memory at fixed addresses on a device, or why it does not."""
+    if device.type != "cuda":
+        return "a CPU moves it"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if reason := ops.why_no_virtual_memory(index):
+        return reason
+    memory, ledger = ops.CudaMemory(index), card_ledger(device)
+
+    def make(block_bytes: Sequence[int], capacity: int) -> ops.VirtualPool:
+        return ops.VirtualPool(
+            block_bytes, capacity, memory, ledger.before_mapping, ledger.after_unmapping
+        )
+
+    return make

@@ -17,7 +17,7 @@ from engine_actor.model.decoder import Decoder, DecoderLayer, build_layer
 from engine_actor.model.forward import ModelRunner
 from engine_actor.model.kv_store import KVStore
 from engine_actor.model.layers.embed import Embedding
-from engine_actor.model.memory import settle_allocator
+from engine_actor.model.memory import pool_maker, settle_allocator
 from engine_actor.model.native_layers import NativeForward, build_native_forward
 from engine_actor.model.precision import Precision, choose_precision
 
@@ -131,7 +131,8 @@ def build_runner(
     native = _native_forward(parts, block_tokens)
     settle_allocator(precision.device)
     decoder = Decoder(layers, op_set.rows.norm(parts.norm, config.rms_eps))
-    kv = KVStore(config, precision.kv_dtype, block_tokens, precision.device)
+    device = precision.device
+    kv = KVStore(config, precision.kv_dtype, block_tokens, device, pool_maker(device))
     return ModelRunner(
         config,
         parts.embedding,

@@ -43,6 +43,12 @@ class Runner(Protocol):
         """
         ...
 
+    def reserve_kv(self, capacity: int) -> None:
+        """Called before the first resize_kv of a pool that will have at most `capacity` blocks;
+        what the cache held may be gone.
+        """
+        ...
+
     def resize_kv(self, n_blocks: int) -> None:
         """Grow or shrink the KV tensors to n_blocks; the blocks that stay keep their content."""
         ...

@@ -17,14 +17,15 @@ class KVGrowthError(MemoryError):
 class ElasticKV:
     """`n_blocks` blocks exist now; `capacity` is the most that may exist.
 
-    Growth doubles, so that its copies stay cheap in sum; where double is too much, exactly what is
-    needed is tried before giving up.
+    Growth doubles, so that its copies, where a layer cannot stay in its place, stay cheap in sum;
+    where double is too much, exactly what is needed is tried before giving up.
     """
 
     def __init__(self, runner: Runner, first: int, capacity: int) -> None:
         self._runner = runner
         self.capacity = capacity
         self.n_blocks = min(first, capacity)
+        runner.reserve_kv(capacity)
         runner.resize_kv(self.n_blocks)
 
     def cover(self, n_blocks: int) -> None:

@@ -19,11 +19,23 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 LAUNCH_CONFIG = "7I P P I"
 """CUlaunchConfig: grid, block, dynamic shared memory; stream; attributes and their number."""
 _INVALID_CONTEXT = 201
+_OUT_OF_MEMORY = 2
 _LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 
 class LaunchError(RuntimeError):
-    """The driver refused; the message holds its reason and what was being done."""
+    """The driver refused; the message holds its reason and what was being done. status: the
+    driver's number, 0 where it was never asked.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """The device had no memory for it; it is as well as before."""
+        return self.status == _OUT_OF_MEMORY
 
 
 @cache
@@ -42,7 +54,7 @@ def driver() -> ctypes.CDLL:
 def check(status: int, doing: str) -> None:
     """Raises LaunchError unless `status` is success."""
     if status:
-        raise LaunchError(f"{doing}: {reason(status)}")
+        raise LaunchError(f"{doing}: {reason(status)}", status)
 
 
 def reason(status: int) -> str:

@@ -69,7 +69,8 @@ class Launcher:
         if status:
             raise LaunchError(
                 f"{self._entry} with grid {grid}, block {block}, {shared} bytes of dynamic shared "
-                f"memory: {driver.reason(status)}"
+                f"memory: {driver.reason(status)}",
+                status,
             )
 
     def load(self) -> None:

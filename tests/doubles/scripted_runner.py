@@ -98,6 +98,9 @@ class HashRunner:
         hidden = self.run_layers(self.embed(inputs), inputs, 0, self.n_layers)
         return self.logits(hidden, inputs.logit_rows)
 
+    def reserve_kv(self, capacity: int) -> None:
+        """An array may lie anywhere."""
+
     def resize_kv(self, n_blocks: int) -> None:
         if self.max_blocks is not None and n_blocks > self.max_blocks:
             raise MemoryError(f"no memory for {n_blocks} blocks")
