@@ -33,8 +33,10 @@ STEP_COLUMNS = {4: 128, 3: 256}
 GROUPS = (32, 64, 128)
 """Groups smaller than a step, which kernels know by name; larger ones must be whole steps."""
 _LANES, _PAIRS, _PLANES = 32, 16, 3
-_ROWS_AT_ONCE = 4096
-"""Out-features re-laid at a time: bounds the scratch, which is some 20 times the packed bytes."""
+_CODES_AT_ONCE = 1 << 22
+"""Re-laid at a time: bounds the scratch."""
+SCRATCH_BYTES = 16 * _CODES_AT_ONCE
+"""Memory that to_strips() needs beside a layer and its strips, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +112,7 @@ def to_strips(layer: PackedLinear) -> StripWeights:
         group,
         layer.out_features,
         layer.in_features,
-        torch.cat([_relay(part, columns) for part in _parts(layer)]),
+        _words(layer, columns),
         _in_strips(layer.scales.half(), groups),
         None if offsets is None else _in_strips(offsets, groups),
         None if layer.bias is None else layer.bias.half().contiguous(),
@@ -155,9 +157,26 @@ def from_strips(weights: StripWeights) -> torch.Tensor:
     return (unsigned - (1 << (weights.bits - 1))).to(torch.int8)
 
 
-def _parts(layer: PackedLinear) -> Iterator[PackedLinear]:
-    for first in range(0, layer.out_features, _ROWS_AT_ONCE):
-        yield slice_rows(layer, first, first + _ROWS_AT_ONCE)
+def _words(layer: PackedLinear, columns: int) -> torch.Tensor:
+    """Part by part into one tensor: a card that is nearly full has no room for the parts beside
+    it.
+    """
+    strips = -(-layer.out_features // STRIP_ROWS)
+    blocks = columns // BLOCK_COLUMNS
+    shape = (blocks,) if layer.bits == 4 else (blocks // 4, _PLANES)
+    words = torch.empty(strips, *shape, _LANES, 4, dtype=torch.int32, device=layer.qweight.device)
+    first = 0
+    for part in _parts(layer, columns):
+        relaid = _relay(part, columns)
+        words[first : first + relaid.shape[0]] = relaid
+        first += relaid.shape[0]
+    return words
+
+
+def _parts(layer: PackedLinear, columns: int) -> Iterator[PackedLinear]:
+    rows = max(1, _CODES_AT_ONCE // (columns * STRIP_ROWS)) * STRIP_ROWS
+    for first in range(0, layer.out_features, rows):
+        yield slice_rows(layer, first, first + rows)
 
 
 def _relay(layer: PackedLinear, columns: int) -> torch.Tensor:

@@ -162,3 +162,13 @@ def test_gate_and_up_share_strips() -> None:
     assert torch.equal(mixed.bias.view(4, 2, 8)[:, 1].flatten(), layer.bias[32:])
     with pytest.raises(ValueError, match="not a multiple of 16"):
         interleave_halves(random_layer(24, 128))
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_layer_re_laid_in_parts_is_the_layer(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two and a half parts: a card that is nearly full has no room for the scratch of a whole."""
+    layer = random_layer(n=80, k=300, bits=bits, group=64)
+    whole = to_strips(layer)
+    monkeypatch.setattr("kernels.linear.strip._CODES_AT_ONCE", 32 * whole.padded_columns)
+    assert torch.equal(to_strips(layer).words, whole.words)
+    assert torch.equal(codes_by_definition(whole), unpack_codes(layer).long())
