@@ -5,9 +5,10 @@
         --work /tmp/quality --output quality.json w4:64 w3:64 mixed:64 auto=w3:64 w4:64:rtn
 
 A case is RECIPE:GROUP[:METHOD][:offsets], or auto=RECIPE:GROUP, `auto` within the bytes of that
-recipe's layers. Texts are cut in rows of 512 tokens, the same number from each. KL in nats over
-the whole vocabulary, source || converted, mean over all positions but a row's last. A case already
-in --work is not converted again, so that a long bench may be stopped and gone on with.
+recipe's layers. METHOD tuned or scales gives two lines: before and after tuning. Texts are cut in
+rows of 512 tokens, the same number from each. KL in nats over the whole vocabulary, source ||
+converted, mean over all positions but a row's last. A case already in --work is not converted
+again, so that a long bench may be stopped and gone on with.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from engine_actor.quant.plan import make_plan
 from engine_actor.quant.progress import TimedProgress
 from engine_actor.quant.recipe import EMBEDDING, Method, Recipe, fixed_recipe
 from engine_actor.quant.report import FILE
-from engine_actor.quant.texts import TokenRows, token_rows
+from engine_actor.quant.texts import TUNING_ROWS, TokenRows, token_rows
+from engine_actor.quant.tune import Tuning
 from results import make_record, make_row, write_record
 
 METHODS = {
@@ -42,9 +44,12 @@ METHODS = {
     "activation": Method(rounding="nearest", search="activation"),
     "gptq": Method(search="activation", rounds=0),
     "curvature": Method(search="curvature", rounds=1),
+    "tuned": Method(),
+    "scales": Method(),
 }
 """rtn: absmax rounding. gptq: the plain one, act-order with static groups. curvature: with the
-search by what GPTQ leaves at all bits. "": what we ship.
+search by what GPTQ leaves at all bits. "": what we ship, untuned. tuned: and then tuned as a whole;
+scales: the same with its codes left alone.
 """
 METRICS = (("kl", "nats"), ("perplexity", ""), ("top1", "share"), ("bits_per_weight", "bits"))
 
@@ -78,6 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibration-rows", type=int, default=24)
     parser.add_argument("--text", type=Path, action="append", required=True)
     parser.add_argument("--rows", type=int, default=8, help="rows of each text")
+    parser.add_argument("--tune-steps", type=int, default=300)
+    parser.add_argument("--tune-rows", type=int, default=TUNING_ROWS)
+    parser.add_argument("--tune-batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--work", type=Path, required=True)
@@ -100,6 +108,7 @@ class Bench:
         self._calibration = token_rows(
             options.calibration, "jargon", folder, options.calibration_rows
         )
+        self._tuning = token_rows(options.calibration, "jargon", folder, options.tune_rows)
         parts = [token_rows(path, "", folder, options.rows) for path in options.text]
         name = " + ".join(part.name for part in parts)
         self._evaluation = TokenRows(name, torch.cat([part.tokens for part in parts]))
@@ -130,7 +139,14 @@ class Bench:
             self._evaluation,
             self._device,
             self._reference,
+            self._tuning_of(case),
         )
+
+    def _tuning_of(self, case: Case) -> Tuning | None:
+        if case.method not in ("tuned", "scales"):
+            return None
+        options, codes = self._options, case.method == "tuned"
+        return Tuning(self._tuning, options.tune_steps, codes, options.tune_batch)
 
     def _recipe(self, case: Case, target: Path) -> Recipe:
         if not case.recipe.startswith("auto="):
@@ -144,20 +160,33 @@ class Bench:
         return replace(auto_recipe(found, budget, EMBEDDING), method=METHODS[case.method])
 
 
+def lines_of(case: Case, report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """(name, method) -> figures: one line, or for a tuned case that before tuning too."""
+    lines = {}
+    if "untuned" in report:
+        name = ":".join(word for word in case.name.split(":") if word != case.method)
+        lines[name, "ours"] = {**report, **report["untuned"], "cost": {}}
+    lines[case.name, case.method or "ours"] = report
+    return lines
+
+
 def rows_of(case: Case, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a metric."""
-    described = {
-        "case": case.name,
-        "recipe": case.recipe,
-        "group": case.group,
-        "method": case.method or "ours",
-        "offsets": case.offsets,
-    }
-    rows = [make_row(described, m, unit, [report[m]], 0) for m, unit in METRICS]
-    growth = report["perplexity"] / report["source_perplexity"] - 1
-    rows.append(make_row(described, "perplexity_growth", "share", [growth], 0))
-    if "cpu" in report["cost"]:
-        rows.append(make_row(described, "convert_cpu", "s", [report["cost"]["cpu"]], 0))
+    """One row a metric and line."""
+    rows = []
+    for (name, method), found in lines_of(case, report).items():
+        described = {
+            "case": name,
+            "recipe": case.recipe,
+            "group": case.group,
+            "method": method,
+            "offsets": case.offsets,
+        }
+        rows += [make_row(described, m, unit, [found[m]], 0) for m, unit in METRICS]
+        growth = found["perplexity"] / found["source_perplexity"] - 1
+        rows.append(make_row(described, "perplexity_growth", "share", [growth], 0))
+        for kind in ("cpu", "wall"):
+            if kind in found["cost"]:
+                rows.append(make_row(described, f"convert_{kind}", "s", [found["cost"][kind]], 0))
     return rows
 
 
@@ -204,8 +233,9 @@ def main(arguments: list[str] | None = None) -> int:
     reports: dict[str, dict[str, Any]] = {}
     rows = [] if options.quoted is None else quoted_rows(options.quoted)
     for case in options.cases:
-        reports[case.name] = bench.run(case)
-        rows += rows_of(case, reports[case.name])
+        report = bench.run(case)
+        reports |= {name: found for (name, _), found in lines_of(case, report).items()}
+        rows += rows_of(case, report)
         write_record(make_record("quality", switches, rows, options.note), options.output)
         print(table(reports), flush=True)
     return 0

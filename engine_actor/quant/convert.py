@@ -19,18 +19,19 @@ from engine_actor.load.refusal import refusal
 from engine_actor.load.writer import atomic_folder, write_json, write_packed
 from engine_actor.ops import PackedLinear
 from engine_actor.quant.companions import source_config, write_companions
-from engine_actor.quant.evaluate import Finished, Score, embed, finish, run_checkpoint, score
+from engine_actor.quant.evaluate import Finished, Score, embed, run_checkpoint, score
 from engine_actor.quant.forward import LayerForward
 from engine_actor.quant.journal import Journal
 from engine_actor.quant.layer_pass import LayerPass
 from engine_actor.quant.plan import make_plan
 from engine_actor.quant.recipe import Recipe
-from engine_actor.quant.report import FILE, Report
+from engine_actor.quant.report import FILE, Report, Scores
 from engine_actor.quant.rounding import round_table
-from engine_actor.quant.stream import LINEARS, LayerReader, LayerWeights, as_matrix
+from engine_actor.quant.stored_layer import packed_linears, stored_tensors
+from engine_actor.quant.stream import LINEARS, LayerReader, as_matrix
 from engine_actor.quant.texts import TokenRows
-
-FIELDS = ("qweight", "scales", "offsets", "zeros", "bias")
+from engine_actor.quant.tune import Tuning
+from engine_actor.quant.tune_model import Rounding, dense_layer, tune_rounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +39,7 @@ class Job:
     """source: what to convert; name: how the report calls it. evaluation None: measure nothing.
 
     reference: what `run_checkpoint` gave for source and evaluation, where the caller has it.
+    tuning: how the rounded model is tuned as a whole, None not at all.
     """
 
     source: Checkpoint
@@ -47,6 +49,7 @@ class Job:
     evaluation: TokenRows | None
     device: torch.device
     reference: Finished | None = None
+    tuning: Tuning | None = None
 
 
 def convert(job: Job, target: Path, progress: Progress, resume: bool = False) -> Report:
@@ -58,8 +61,8 @@ def convert(job: Job, target: Path, progress: Progress, resume: bool = False) ->
     journal = Journal(target, _settings(job), resume)
     run = _Run(job, journal)
     run.round_layers(progress)
-    scores = run.scores(progress)
-    report = run.report(*scores)
+    run.tune(progress)
+    report = run.report(run.scores(progress))
     with atomic_folder(target) as folder:
         source = {
             "name": job.name,
@@ -82,6 +85,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "recipe": job.recipe.described(),
         "calibration text": job.calibration.described(),
         "evaluation text": None if job.evaluation is None else job.evaluation.described(),
+        "tuning": None if job.tuning is None else job.tuning.described(),
         "device": job.device.type,
         "number of threads": torch.get_num_threads() if job.device.type == "cpu" else 0,
     }
@@ -120,7 +124,7 @@ class _Run:
             if "evaluation" in self._tracks:
                 self._pass.advance(self._tracks["evaluation"], now)
             entry = {"errors": errors, "grids": {s: [g.bits, g.group] for s, g in grids.items()}}
-            self._journal.finish(_flat(packed, weights), self._tracks, entry)
+            self._journal.finish(stored_tensors(packed, weights.norms), self._tracks, entry)
         progress("layers", total, total)
 
     def _embedded(self) -> dict[str, torch.Tensor]:
@@ -132,19 +136,53 @@ class _Run:
             tracks["evaluation"] = embed(self._table, self._job.evaluation.tokens)
         return tracks
 
+    def tune(self, progress: Progress) -> None:
+        """The rounded model as a whole, where that is wanted and not done yet."""
+        job, journal = self._job, self._journal
+        if job.tuning is None or journal.tuned is not None:
+            return
+        rounding = Rounding(job.source, self._reader, job.device, self._table, self._head())
+        layers = [self._packed(index) for index in range(self._config.n_layers)]
+        result = tune_rounded(rounding, layers, job.tuning, journal.folder, progress)
+        journal.keep_tuned(result.layers, result.norm, result.described())
+
     @torch.inference_mode()
-    def scores(self, progress: Progress) -> tuple[Score | None, Score | None]:
-        """(source, rounded) on the evaluation text."""
+    def scores(self, progress: Progress) -> Scores | None:
+        """What the evaluation text says; None without one."""
         job = self._job
         if job.evaluation is None:
-            return None, None
-        tokens = job.evaluation.tokens
+            return None
+        tokens, used = job.evaluation.tokens, job.source.usable_vocab_size()
         progress("measure", 0, 0)
         reference = job.reference or run_checkpoint(job.source, tokens, job.device, progress)
-        rounded = finish(self._tracks["evaluation"], self._reader, self._forward, self._head())
-        used = job.source.usable_vocab_size()
+
+        def measured(hidden: torch.Tensor, norm: torch.Tensor) -> Score:
+            normed = self._forward.norm(hidden, norm.to(hidden.device))
+            return score(Finished(normed, self._head()), reference, tokens, used, job.device)
+
         source = score(reference, None, tokens, used, job.device)
-        return source, score(rounded, reference, tokens, used, job.device)
+        rounded = measured(self._tracks["evaluation"], self._source_norm())
+        if self._journal.tuned is None:
+            return Scores(source, rounded, None)
+        hidden = embed(self._table, tokens)
+        for index in range(self._config.n_layers):
+            packed, norms = self._packed(index)
+            self._pass.advance(hidden, dense_layer(packed, norms, job.device))
+        return Scores(source, measured(hidden, self._norm()), rounded)
+
+    def _packed(self, index: int) -> tuple[dict[str, PackedLinear], dict[str, torch.Tensor]]:
+        """(linears, norms) of a finished layer by short names, on the CPU."""
+        tensors, grids = self._journal.layer(index), self._journal.finished[index]["grids"]
+        norms = {name: tensor for name, tensor in tensors.items() if "." not in name}
+        return packed_linears(tensors, grids, self._config), norms
+
+    def _norm(self) -> torch.Tensor:
+        return self._source_norm() if self._journal.tuned is None else self._journal.tuned_norm()
+
+    def _source_norm(self) -> torch.Tensor:
+        norm = self._reader.top("norm")
+        assert isinstance(norm, torch.Tensor)
+        return norm
 
     def _head(self) -> PackedLinear:
         if self._config.tie_embeddings:
@@ -157,7 +195,7 @@ class _Run:
         except ValueError as error:
             raise refusal(name, str(error)) from None
 
-    def report(self, source: Score | None, rounded: Score | None) -> Report:
+    def report(self, scores: Scores | None) -> Report:
         """What was measured."""
         job = self._job
         return Report(
@@ -166,56 +204,26 @@ class _Run:
             [entry["errors"] for entry in self._journal.finished],
             job.calibration if job.recipe.method.needs_inputs else None,
             job.evaluation,
-            source,
-            rounded,
+            scores,
+            self._journal.tuned,
         )
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Everything the folder holds, in forward order, a layer at a time."""
         yield "embed", self._table
-        for index, entry in enumerate(self._journal.finished):
-            tensors = self._journal.layer(index)
+        for index in range(self._config.n_layers):
+            packed, norms = self._packed(index)
             at = f"layers.{index}."
-            for name in sorted(n for n in tensors if "." not in n):
-                yield at + name, tensors[name]
+            for name in sorted(norms):
+                yield at + name, norms[name]
             for short in LINEARS:
-                bits, group = entry["grids"][short]
-                yield at + short, _unflat(tensors, short, bits, group, self._width(short))
-        norm = self._reader.top("norm")
-        yield "norm", norm
+                yield at + short, packed[short]
+        yield "norm", self._norm()
         if not self._config.tie_embeddings:
             yield "head", self._head()
-
-    def _width(self, short: str) -> int:
-        """K of a linear."""
-        config = self._config
-        if short == "o":
-            return config.n_heads * config.head_dim
-        return config.intermediate if short == "down" else config.hidden
 
 
 def _stored(weight: Weight) -> torch.Tensor:
     """A table as a matrix: in its own dtype where it is dense, since it may be huge."""
     dense = getattr(weight, "weight", None)
     return dense if isinstance(dense, torch.Tensor) else as_matrix(weight)
-
-
-def _flat(packed: dict[str, PackedLinear], weights: LayerWeights) -> dict[str, torch.Tensor]:
-    """A layer as named tensors: `qkv.scales`, ..., and norms by their short names."""
-    tensors = {name: norm.cpu() for name, norm in weights.norms.items()}
-    for short, linear in packed.items():
-        for name in FIELDS:
-            tensor = getattr(linear, name)
-            if tensor is not None:
-                tensors[f"{short}.{name}"] = tensor
-    return tensors
-
-
-def _unflat(
-    tensors: dict[str, torch.Tensor], short: str, bits: int, group: int, columns: int
-) -> PackedLinear:
-    fields = {name: tensors.get(f"{short}.{name}") for name in FIELDS}
-    qweight, scales = fields.pop("qweight"), fields.pop("scales")
-    assert qweight is not None
-    assert scales is not None
-    return PackedLinear(bits, group, columns, qweight, scales, **fields)

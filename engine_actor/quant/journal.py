@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Journal:
         self.folder = target.with_name(target.name + SUFFIX)
         self._settings = json.loads(json.dumps(settings))
         self._layers: list[dict[str, Any]] = []
+        self._tuned: dict[str, Any] | None = None
         if not (self.folder / JOURNAL).is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             for litter in self.folder.glob("*.safetensors*"):
@@ -47,6 +48,7 @@ class Journal:
             changed = _first_difference(found.get("settings"), self._settings)
             raise refusal(self.folder, f"the unfinished run had another {changed}")
         self._layers = list(found["layers"])
+        self._tuned = found.get("tuned")
 
     @property
     def finished(self) -> list[dict[str, Any]]:
@@ -67,9 +69,32 @@ class Journal:
         self._write()
         (self.folder / f"tracks-{number - 1:05d}.safetensors").unlink(missing_ok=True)
 
+    @property
+    def tuned(self) -> dict[str, Any] | None:
+        """What tuning the whole model came to; None before."""
+        return self._tuned
+
+    def keep_tuned(
+        self,
+        layers: Sequence[Mapping[str, torch.Tensor]],
+        norm: torch.Tensor,
+        entry: Mapping[str, Any],
+    ) -> None:
+        """From now on layer() gives these tensors."""
+        for number, tensors in enumerate(layers):
+            self._save(f"tuned-{number:05d}.safetensors", tensors)
+        self._save("tuned-norm.safetensors", {"norm": norm})
+        self._tuned = json.loads(json.dumps(entry))
+        self._write()
+
     def layer(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a finished layer."""
-        return load_file(self.folder / f"layer-{number:05d}.safetensors")
+        kind = "layer" if self._tuned is None else "tuned"
+        return load_file(self.folder / f"{kind}-{number:05d}.safetensors")
+
+    def tuned_norm(self) -> torch.Tensor:
+        """The norm before the head, after tuning."""
+        return load_file(self.folder / "tuned-norm.safetensors")["norm"]
 
     def tracks(self) -> dict[str, torch.Tensor]:
         """The hidden states behind the last finished layer."""
@@ -87,7 +112,8 @@ class Journal:
     def _write(self) -> None:
         partial = self.folder / f"{JOURNAL}.partial"
         with partial.open("w", encoding="utf-8") as file:
-            json.dump({"settings": self._settings, "layers": self._layers}, file)
+            found = {"settings": self._settings, "layers": self._layers, "tuned": self._tuned}
+            json.dump(found, file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self.folder / JOURNAL)

@@ -16,9 +16,20 @@ DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """On the evaluation text: of the source, of what was written, and, where that was tuned, of the
+    model before tuning.
+    """
+
+    source: Score
+    rounded: Score
+    untuned: Score | None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """layers: per layer the relative error of each linear's output on the calibration text (of its
-    weights where none was used). source, rounded: scores on the evaluation text, or None.
+    weights where none was used). tuned: what tuning the whole model came to.
     """
 
     recipe: Mapping[str, Any]
@@ -26,20 +37,27 @@ class Report:
     layers: Sequence[Mapping[str, float]]
     calibration: TokenRows | None
     evaluation: TokenRows | None
-    source: Score | None
-    rounded: Score | None
+    scores: Scores | None
+    tuned: Mapping[str, Any] | None = None
+
+    @property
+    def rounded(self) -> Score | None:
+        """Of what was written."""
+        return None if self.scores is None else self.scores.rounded
 
     def summary(self) -> dict[str, Any]:
         """For config.json."""
         found: dict[str, Any] = {"bits_per_weight": round(self.plan.bits_per_weight, DIGITS)}
         if self.calibration is not None:
             found["calibrated_on"] = self.calibration.described()
-        if self.evaluation is not None and self.source is not None and self.rounded is not None:
+        if self.tuned is not None:
+            found["tuned"] = dict(self.tuned)
+        if self.evaluation is not None and self.scores is not None:
             found["measured_on"] = self.evaluation.described()
-            found["source_perplexity"] = round(self.source.perplexity, DIGITS)
-            found["perplexity"] = round(self.rounded.perplexity, DIGITS)
-            found["kl"] = None if self.rounded.kl is None else round(self.rounded.kl, DIGITS)
-            found["top1"] = None if self.rounded.top1 is None else round(self.rounded.top1, DIGITS)
+            found["source_perplexity"] = round(self.scores.source.perplexity, DIGITS)
+            found |= _figures(self.scores.rounded)
+            if self.scores.untuned is not None:
+                found["untuned"] = _figures(self.scores.untuned)
         return found
 
     def document(self) -> dict[str, Any]:
@@ -53,9 +71,21 @@ class Report:
     def lines(self) -> list[str]:
         """For a reader."""
         lines = [f"  {self.plan.bits_per_weight:.3f} bits a weight in the layers"]
-        if self.rounded is not None and self.source is not None:
-            lines += score_lines(self.rounded, self.source)
+        if self.tuned is not None:
+            held = f"{self.tuned['held_out_kl_before']:.4f} to {self.tuned['held_out_kl']:.4f}"
+            end = "" if self.tuned["kept"] else ", no gain: left as it was"
+            lines.append(f"  tuned in {self.tuned['steps']} steps: held-out KL {held} nats{end}")
+        if self.scores is not None:
+            lines += score_lines(self.scores.rounded, self.scores.source)
         return lines
+
+
+def _figures(score: Score) -> dict[str, float | None]:
+    return {
+        "perplexity": round(score.perplexity, DIGITS),
+        "kl": None if score.kl is None else round(score.kl, DIGITS),
+        "top1": None if score.top1 is None else round(score.top1, DIGITS),
+    }
 
 
 def score_lines(model: Score, source: Score | None) -> list[str]:

@@ -22,6 +22,8 @@ LENGTH = 512
 """Tokens of a row."""
 CALIBRATION_ROWS = 24
 EVALUATION_ROWS = 16
+TUNING_ROWS = 256
+"""Rows of the calibration text that a model is tuned on, where the text has as many."""
 LARGEST_FILE = 256 << 20
 
 

@@ -1,0 +1,284 @@
+"""A rounded model whose steps, norms and, where wanted, codes can be trained, in plain torch.
+
+What the layout fixes stays fixed: every weight is scale * code (+ offset) of fp16 scales and whole
+codes also while training, the gradient passes through both roundings (straight-through). Layers are
+recomputed backwards, so that one layer's activations exist at once. Knows no text and no optimiser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.functional import linear, silu
+from torch.utils.checkpoint import checkpoint
+
+from engine_actor.model.config import ModelConfig
+from engine_actor.model.layers.rope import Rotary
+from engine_actor.ops import PackedLinear, dequantise, pack_codes
+from engine_actor.quant.grid import Grid, grouped, half, half_scale
+from engine_actor.quant.stream import LINEARS
+
+EDGE = 0.49
+"""How far from its code a latent weight may start or end: half a step is where codes change."""
+LOGITS_AT_ONCE = 1 << 28
+"""Logits that exist at once, of each of two models: 1 GiB as fp32."""
+
+
+def _passed(rounded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`rounded` forwards, the gradient of `values` backwards."""
+    return values + (rounded - values).detach()
+
+
+class TrainableLinear:
+    """One linear. change [N, G]: of its scales, relative. shift [N, G]: of its offsets, in steps.
+    latent fp32 [N, K]: what its codes are the nearest to, in steps; None where codes stay.
+    """
+
+    def __init__(
+        self, packed: PackedLinear, source: torch.Tensor | None, device: torch.device
+    ) -> None:
+        """source fp32 [N, K]: the weights before rounding, where the codes are to be trained."""
+        self._packed = packed
+        self._grid = Grid(packed.bits, packed.group, packed.offsets is not None)
+        self._scales = packed.scales.to(device).float()
+        self._offsets = None if packed.offsets is None else packed.offsets.to(device).float()
+        self._bias = None if packed.bias is None else packed.bias.to(device).float()
+        ones = torch.ones_like(packed.scales)
+        plain = replace(packed, scales=ones, offsets=None, bias=None)
+        codes = dequantise(plain).to(device)
+        self.change = torch.zeros_like(self._scales, requires_grad=True)
+        self.shift = torch.zeros_like(self._scales, requires_grad=self._grid.offsets)
+        self._codes: torch.Tensor | None = None
+        self.latent: torch.Tensor | None = None
+        if source is None:
+            self._codes = codes.to(torch.int8)
+            return
+        width = self._grid.width(codes.shape[1])
+        shifted = grouped(source, width)
+        if self._offsets is not None:
+            shifted = shifted - self._offsets.unsqueeze(-1)
+        wish = (shifted / self._scales.unsqueeze(-1)).reshape(codes.shape[0], -1)
+        miss = (wish[:, : codes.shape[1]] - codes).clamp_(-EDGE, EDGE)
+        self.latent = (codes + miss).requires_grad_()
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(kind, leaf) of all that is trained."""
+        yield "scales", self.change
+        if self._grid.offsets:
+            yield "offsets", self.shift
+        if self.latent is not None:
+            yield "codes", self.latent
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> [..., N]."""
+        return linear(x, self.weight(), self._bias)
+
+    def weight(self) -> torch.Tensor:
+        """fp32 [N, K], exactly what packed() will mean."""
+        codes, scales, offsets = self._parts()
+        columns = codes.shape[1]
+        values = grouped(codes, self._grid.width(columns)) * scales.unsqueeze(-1)
+        if offsets is not None:
+            values = values + offsets.unsqueeze(-1)
+        return values.reshape(codes.shape[0], -1)[:, :columns]
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        wanted = self._scales * (1 + self.change)
+        scales = _passed(half_scale(wanted.detach()), wanted)
+        offsets = None
+        if self._offsets is not None:
+            moved = self._offsets + self._scales * self.shift
+            offsets = _passed(half(moved.detach()), moved)
+        if self.latent is None:
+            assert self._codes is not None
+            return self._codes.float(), scales, offsets
+        nearest = self.latent.detach().round().clamp_(self._grid.low, self._grid.high)
+        return _passed(nearest, self.latent), scales, offsets
+
+    @torch.no_grad()
+    def confine(self) -> None:
+        """Keep latent weights where a code can follow them."""
+        if self.latent is not None:
+            self.latent.clamp_(self._grid.low - EDGE, self._grid.high + EDGE)
+
+    @torch.no_grad()
+    def packed(self) -> PackedLinear:
+        """As it stands now, on the CPU."""
+        codes, scales, offsets = self._parts()
+        return replace(
+            self._packed,
+            qweight=pack_codes(codes.round().to(torch.int8).cpu(), self._grid.bits),
+            scales=scales.to(torch.float16).cpu(),
+            offsets=None if offsets is None else offsets.to(torch.float16).cpu(),
+        )
+
+
+class TrainableNorm:
+    """One norm's weight [size], `change` relative to where it started; kept in its own dtype."""
+
+    def __init__(self, weight: torch.Tensor, device: torch.device) -> None:
+        self._dtype = weight.dtype
+        self._start = weight.to(device).float()
+        self.change = torch.zeros_like(self._start, requires_grad=True)
+
+    def weight(self) -> torch.Tensor:
+        """fp32, rounded to what will be stored."""
+        wanted = self._start * (1 + self.change)
+        return _passed(wanted.detach().to(self._dtype).float(), wanted)
+
+    def __call__(self, x: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm over the last dimension, fp32."""
+        wide = x.float()
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * self.weight()
+
+    def stored(self) -> torch.Tensor:
+        """As it stands now, on the CPU."""
+        return self.weight().detach().to(self._dtype).cpu()
+
+
+class TrainableLayer:
+    """One decoder layer over [S, T, hidden], by short names of linears and norms."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        packed: Mapping[str, PackedLinear],
+        source: Mapping[str, torch.Tensor],
+        norms: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self.linears = {
+            short: TrainableLinear(packed[short], source.get(short), device) for short in LINEARS
+        }
+        self.norms = {name: TrainableNorm(weight, device) for name, weight in norms.items()}
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(kind, leaf) of all that is trained."""
+        for one in self.linears.values():
+            yield from one.parameters()
+        for norm in self.norms.values():
+            yield "norms", norm.change
+
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, hidden_pairs: torch.Tensor
+    ) -> torch.Tensor:
+        """cos, sin [T, 1, head_dim]; hidden_pairs bool [T, T]: which may not be seen."""
+        eps = self._config.rms_eps
+        x = x + self._attention(self.norms["attn_norm"](x, eps), cos, sin, hidden_pairs)
+        gate, up = self.linears["gate_up"](self.norms["mlp_norm"](x, eps)).chunk(2, dim=-1)
+        return x + self.linears["down"](silu(gate) * up)
+
+    def _attention(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, hidden_pairs: torch.Tensor
+    ) -> torch.Tensor:
+        config = self._config
+        queries, kv, size = config.n_heads, config.n_kv_heads, config.head_dim
+        heads = self.linears["qkv"](x).unflatten(-1, (queries + 2 * kv, size))
+        q, k, v = heads.split((queries, kv, kv), dim=2)
+        if config.qk_norm:
+            q = self.norms["q_norm"](q, config.rms_eps)
+            k = self.norms["k_norm"](k, config.rms_eps)
+        q, k = (part * cos + part.roll(size // 2, -1) * sin for part in (q, k))
+        # Plain products: their backward gives the same bits every time, the fused ones' need not.
+        q = q.transpose(1, 2).unflatten(1, (kv, queries // kv))
+        k, v = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
+        scores = (q @ k.transpose(-1, -2)) * size**-0.5
+        weights = scores.float().masked_fill(hidden_pairs, -torch.inf).softmax(-1)
+        seen = (weights.to(v.dtype) @ v).flatten(1, 2).transpose(1, 2).flatten(2)
+        return self.linears["o"](seen)
+
+
+class TrainableModel:
+    """All layers and the last norm; hidden states before layer 0 come from a fixed embedding."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: list[TrainableLayer],
+        norm: torch.Tensor,
+        length: int,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self.layers = layers
+        self.norm = TrainableNorm(norm, device)
+        rotary = Rotary(config, device)
+        rotary.reach(length)
+        places = torch.arange(length, device=device)
+        self._cos, self._sin = rotary.at(places, torch.float32)
+        back = places.unsqueeze(1) - places
+        self._hidden_pairs = back < 0
+        if config.sliding_window is not None:
+            self._hidden_pairs |= back >= config.sliding_window
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(kind, leaf) of all that is trained, always in the same order."""
+        for layer in self.layers:
+            yield from layer.parameters()
+        yield "norms", self.norm.change
+
+    def confine(self) -> None:
+        """After each step of an optimiser."""
+        for layer in self.layers:
+            for one in layer.linears.values():
+                one.confine()
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states before the head, normed, fp32 [S, T, hidden]."""
+        # A GPU multiplies bf16 many times faster; sums and the residual stream stay fp32.
+        with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
+            for layer in self.layers:
+                hidden = checkpoint(
+                    layer,
+                    hidden,
+                    self._cos,
+                    self._sin,
+                    self._hidden_pairs,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            return self.norm(hidden, self._config.rms_eps)
+
+
+def divergence(
+    rows: torch.Tensor, head: torch.Tensor, their_rows: torch.Tensor, their_head: torch.Tensor
+) -> torch.Tensor:
+    """Summed KL of the source's next-token distributions to ours, nats, differentiable in `rows`.
+
+    rows, their_rows fp32 [R, hidden]; heads fp32 [vocab, hidden].
+    """
+    step = max(1, LOGITS_AT_ONCE // head.shape[0])
+    parts = [
+        _Divergence.apply(ours, head, theirs, their_head)
+        for ours, theirs in zip(rows.split(step), their_rows.split(step), strict=True)
+    ]
+    return torch.stack(parts).sum()
+
+
+class _Divergence(torch.autograd.Function):
+    """The gradient, (p_ours - p_source) @ head, is made with the value, so no logits are kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        head: torch.Tensor,
+        their_rows: torch.Tensor,
+        their_head: torch.Tensor,
+    ) -> torch.Tensor:
+        ours = torch.log_softmax(rows @ head.t(), -1)
+        theirs = torch.log_softmax(their_rows @ their_head.t(), -1)
+        wanted = theirs.exp()
+        total = (wanted * theirs.sub_(ours)).sum()
+        ctx.save_for_backward(ours.exp_().sub_(wanted) @ head)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (slope,) = ctx.saved_tensors
+        return grads[0] * slope, None, None, None

@@ -1,0 +1,221 @@
+"""Tuning a rounded model as a whole: what the layout leaves free, towards the source's predictions.
+
+Rounding looks at one linear at a time. Here scales, offsets, norms and, where memory allows, the
+codes themselves follow the gradient of KL(source || rounded) over the whole model, on calibration
+text. Some rows of it are held out; what is not better on them is thrown away. Seeded, and going on
+after a crash gives the same bytes. Knows no file but its own unfinished state.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_actor.load.progress import Progress
+from engine_actor.model.config import ModelConfig
+from engine_actor.quant.texts import TokenRows
+from engine_actor.quant.trainable import LOGITS_AT_ONCE, TrainableModel, divergence
+
+HELD_SHARE = 10
+"""One row in so many is held out, at least one."""
+WARM_SHARE = 0.05
+SAVE_SECONDS = 120.0
+STATE = "tuning.safetensors"
+EPSILON = 1e-12
+"""Gradients of a mean KL are tiny: Adam's usual 1e-8 would drown them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Largest change per step: of a latent weight or offset in steps of its grid, of a scale or a
+    norm relative to itself.
+    """
+
+    codes: float = 4e-3
+    offsets: float = 4e-3
+    scales: float = 5e-4
+    norms: float = 5e-4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tuning:
+    """text: rows to tune on, the last of them held out; steps of `batch` rows each; codes: train
+    them too, or only scales, offsets and norms.
+    """
+
+    text: TokenRows
+    steps: int
+    codes: bool = True
+    batch: int = 8
+    seed: int = 0
+    rates: Rates = field(default_factory=Rates)
+
+    def described(self) -> dict[str, Any]:
+        """For a report and for telling two runs apart."""
+        return {
+            "text": self.text.described(),
+            "steps": self.steps,
+            "codes": self.codes,
+            "batch": self.batch,
+            "seed": self.seed,
+            "rates": asdict(self.rates),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """What to come close to. embedded fp32 [S, T, hidden]: the text before layer 0 by our
+    embedding; wanted: the source's last normed hidden states, likewise; heads fp32 [vocab, hidden].
+    """
+
+    embedded: torch.Tensor
+    wanted: torch.Tensor
+    head: torch.Tensor
+    their_head: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """KL on the held-out rows before and after, nats; kept: whether after was better."""
+
+    before: float
+    after: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether tuning helped on text that it has not seen."""
+        return self.after < self.before
+
+
+def tune(
+    model: TrainableModel,
+    target: Target,
+    tuning: Tuning,
+    folder: Path,
+    progress: Progress,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tuned:
+    """Train `model` in place. folder: where an unfinished state is kept and looked for."""
+    run = _Run(model, target, tuning, folder)
+    before = run.held_out()
+    saved = clock()
+    for step in range(run.restore(), tuning.steps):
+        progress("tune", step, tuning.steps)
+        run.step(step)
+        if clock() - saved >= SAVE_SECONDS:
+            run.save(step + 1)
+            saved = clock()
+    progress("tune", tuning.steps, tuning.steps)
+    return Tuned(before, run.held_out())
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Up over the first steps, then down along half a cosine to zero."""
+    warm = max(1, round(WARM_SHARE * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm + 1) / (steps - warm + 1)))
+
+
+def needed_bytes(config: ModelConfig, weights: int, tuning: Tuning) -> int:
+    """A bound on what tuning holds on its device. weights: numbers in the layers' linears.
+
+    Trained codes are four fp32 numbers a weight (value, gradient, Adam's two), kept codes a byte;
+    scales are a few percent of that. One layer is dequantised at once, forwards and backwards: six
+    fp32 copies. Activations: a hidden state per layer, and one layer's own, twice. Two heads, and
+    four sets of logits.
+    """
+    tokens = tuning.batch * tuning.text.tokens.shape[1]
+    per_weight = 16 if tuning.codes else 2
+    layer = weights // config.n_layers
+    heads = config.n_heads + 2 * config.n_kv_heads
+    wide = 8 * config.hidden + 4 * heads * config.head_dim + 6 * config.intermediate
+    scores = 4 * config.n_heads * tuning.text.tokens.shape[1]
+    activations = tokens * 4 * (config.n_layers * config.hidden + 2 * (wide + scores))
+    logits = 4 * 4 * min(LOGITS_AT_ONCE, tokens * config.vocab_size)
+    tables = 2 * 4 * config.vocab_size * config.hidden
+    return weights * per_weight + 24 * layer + activations + logits + tables
+
+
+class _Run:
+    """Batches, optimiser and saved state of one tuning."""
+
+    def __init__(self, model: TrainableModel, target: Target, tuning: Tuning, folder: Path) -> None:
+        self._model = model
+        self._target = target
+        self._tuning = tuning
+        self._path = folder / STATE
+        rows = target.embedded.shape[0]
+        self._train = max(1, rows - max(1, rows // HELD_SHARE))
+        self._batch = min(tuning.batch, self._train)
+        self._kinds = [kind for kind, _ in model.parameters()]
+        self._leaves = [leaf for _, leaf in model.parameters()]
+        groups = [{"params": [leaf], "lr": 0.0} for leaf in self._leaves]
+        self._adam = torch.optim.Adam(groups, betas=(0.9, 0.95), eps=EPSILON)
+
+    def step(self, step: int) -> None:
+        """One batch."""
+        share = share_of_rate(step, self._tuning.steps)
+        for kind, group in zip(self._kinds, self._adam.param_groups, strict=True):
+            group["lr"] = share * getattr(self._tuning.rates, kind)
+        self._adam.zero_grad(set_to_none=True)
+        torch.autograd.backward(self._mean(self._rows(step)))
+        self._adam.step()
+        self._model.confine()
+
+    def _rows(self, step: int) -> torch.Tensor:
+        """Indices of a step's rows: every epoch in an order of its own."""
+        per_epoch = self._train // self._batch
+        epoch, place = divmod(step, per_epoch)
+        draw = torch.Generator().manual_seed((self._tuning.seed << 20) + epoch)
+        order = torch.randperm(self._train, generator=draw)
+        return order[place * self._batch : (place + 1) * self._batch]
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        """Mean KL on the rows that are never trained on."""
+        rows = torch.arange(self._target.embedded.shape[0])[self._train :]
+        rows = rows if len(rows) else torch.arange(self._train)
+        parts = rows.split(self._batch)
+        return sum(float(self._mean(part)) * len(part) for part in parts) / len(rows)
+
+    def _mean(self, rows: torch.Tensor) -> torch.Tensor:
+        target, device = self._target, self._target.head.device
+        hidden = self._model(target.embedded[rows].to(device)).flatten(0, 1)
+        wanted = target.wanted[rows].to(device).flatten(0, 1)
+        return divergence(hidden, target.head, wanted, target.their_head) / hidden.shape[0]
+
+    def save(self, done: int) -> None:
+        """After `done` steps, whole or not at all."""
+        tensors = {"done": torch.tensor(done)}
+        for i, leaf in enumerate(self._leaves):
+            state = self._adam.state[leaf]
+            tensors[f"{i}.value"] = leaf.detach()
+            tensors[f"{i}.mean"] = state["exp_avg"]
+            tensors[f"{i}.square"] = state["exp_avg_sq"]
+        partial = self._path.with_suffix(".partial")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        partial.replace(self._path)
+
+    @torch.no_grad()
+    def restore(self) -> int:
+        """Steps done by an earlier run."""
+        if not self._path.is_file():
+            return 0
+        found = load_file(self._path)
+        done = int(found["done"])
+        for i, leaf in enumerate(self._leaves):
+            leaf.copy_(found[f"{i}.value"])
+            self._adam.state[leaf] = {
+                "step": torch.tensor(float(done)),
+                "exp_avg": found[f"{i}.mean"].to(leaf.device),
+                "exp_avg_sq": found[f"{i}.square"].to(leaf.device),
+            }
+        return done
