@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
+from engine_actor.work.staging import Staging, host_numbers
+from engine_actor.work.token_buffer import TokenBuffer
+
+_IN_FLIGHT = -1
+"""Stands for an id that an open step is still making."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +46,31 @@ class BatchInputs:
         return sum(self.q_lens)
 
 
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What carries a batch's ints to the device: `staging`, or copies that the host waits for.
+    `tokens`: where the ids are that the host does not know yet; None where no step is planned
+    ahead."""
+
+    staging: Staging | None = None
+    tokens: TokenBuffer | None = None
+
+
+PLAIN = Feed()
+
+
 def build_decode(
-    slots: Sequence[DecodeSlot], block_tokens: int, device: torch.device
+    slots: Sequence[DecodeSlot], block_tokens: int, device: torch.device, feed: Feed = PLAIN
 ) -> BatchInputs:
-    """One row per slot. Raises ValueError where a token is still in flight (pipeline depth 1)."""
-    return _assemble(_decode_rows(slots, block_tokens), block_tokens, device)
+    """One row per slot. Raises ValueError where a token is in flight and the feed has no buffer."""
+    return _assemble(_decode_rows(slots, block_tokens), block_tokens, device, feed, slots)
 
 
 def build_prefill(
-    chunks: Sequence[PrefillChunk], block_tokens: int, device: torch.device
+    chunks: Sequence[PrefillChunk], block_tokens: int, device: torch.device, feed: Feed = PLAIN
 ) -> BatchInputs:
     """end - start rows per chunk; logit_rows are the last rows of the chunks that sample."""
-    return _assemble(_prefill_rows(chunks, block_tokens), block_tokens, device)
+    return _assemble(_prefill_rows(chunks, block_tokens), block_tokens, device, feed)
 
 
 def build_mixed(
@@ -60,11 +78,12 @@ def build_mixed(
     chunks: Sequence[PrefillChunk],
     block_tokens: int,
     device: torch.device,
+    feed: Feed = PLAIN,
 ) -> BatchInputs:
     """The rows of build_decode, then those of build_prefill."""
     rows = _decode_rows(slots, block_tokens)
     rows.extend(_prefill_rows(chunks, block_tokens))
-    return _assemble(rows, block_tokens, device)
+    return _assemble(rows, block_tokens, device, feed, slots)
 
 
 @dataclass(slots=True)
@@ -99,9 +118,7 @@ def _decode_rows(slots: Sequence[DecodeSlot], block_tokens: int) -> _Rows:
         block_lists=[slot.blocks for slot in slots],
     )
     for slot in slots:
-        if slot.token is None:
-            raise ValueError(f"{slot.key}: token of position {slot.position} is still in flight")
-        rows.ids.append(slot.token)
+        rows.ids.append(_IN_FLIGHT if slot.token is None else slot.token)
         rows.positions.append(slot.position)
         block, offset = divmod(slot.position, block_tokens)
         rows.targets.append(slot.blocks[block] * block_tokens + offset)
@@ -135,27 +152,56 @@ def _slots(chunk: PrefillChunk, block_tokens: int) -> Iterator[int]:
         yield from range(base + begin, base + stop)
 
 
-def _assemble(batch: _Rows, block_tokens: int, device: torch.device) -> BatchInputs:
-    """Two buffers, two copies to the device, whatever the batch: everything else is a view."""
+def _assemble(
+    batch: _Rows,
+    block_tokens: int,
+    device: torch.device,
+    feed: Feed,
+    slots: Sequence[DecodeSlot] = (),
+) -> BatchInputs:
+    """Two buffers, whatever the batch: everything else is a view. `slots`: of its first rows."""
     rows = len(batch.ids)
-    numbers = batch.ids + batch.positions + batch.targets + batch.logit_rows
-    packed = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    wide = array("q", batch.ids + batch.positions + batch.targets + batch.logit_rows)
+    in_flight = sum(slot.token is None for slot in slots)
+    if in_flight:
+        wide.extend(slot.slot for slot in slots)
     width = max(map(len, batch.block_lists))
-    table = array("i")
+    narrow = array("i")
     for blocks in batch.block_lists:
-        table.extend(blocks)
-        table.frombytes(bytes(4 * (width - len(blocks))))
-    tables = torch.frombuffer(table, dtype=torch.int32).view(-1, width)
-    if device.type != "cpu":
+        narrow.extend(blocks)
+        narrow.frombytes(bytes(4 * (width - len(blocks))))
+    packed, tables = (feed.staging or host_numbers)(wide, narrow)
+    if packed.device.type != device.type:
         packed, tables = packed.to(device), tables.to(device)
+    ids, end = packed[:rows], 3 * rows + len(batch.logit_rows)
+    if in_flight:
+        ids = _with_tokens(ids, packed[end:], feed, slots, in_flight)
     return BatchInputs(
-        ids=packed[:rows],
+        ids=ids,
         positions=packed[rows : 2 * rows],
         slots=packed[2 * rows : 3 * rows],
-        block_tables=tables,
-        logit_rows=packed[3 * rows :],
+        block_tables=tables.view(-1, width),
+        logit_rows=packed[3 * rows : end],
         q_lens=tuple(batch.q_lens),
         kv_lens=tuple(batch.kv_lens),
         block_lists=tuple(batch.block_lists),
         block_tokens=block_tokens,
     )
+
+
+def _with_tokens(
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    feed: Feed,
+    slots: Sequence[DecodeSlot],
+    in_flight: int,
+) -> torch.Tensor:
+    """The ids with those from the buffer in it; places: the slots of the first rows."""
+    if feed.tokens is None:
+        late = next(slot for slot in slots if slot.token is None)
+        raise ValueError(f"{late.key}: token of position {late.position} is still in flight")
+    feed.tokens.reach(max(slot.slot for slot in slots))
+    if len(slots) == len(ids):
+        return feed.tokens.read(ids, places, in_flight == len(slots))
+    first = feed.tokens.read(ids[: len(slots)], places, in_flight == len(slots))
+    return torch.cat((first, ids[len(slots) :]))

@@ -1,0 +1,81 @@
+"""How the ints of a batch reach the device: in one copy that the host does not wait for.
+
+A copy from memory that the system may page out makes the host wait for the whole stream, so that
+nothing could be launched ahead. Knows bytes; knows no batch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+Numbers = tuple[torch.Tensor, torch.Tensor]
+"""The same ints as i64[n] and i32[m]."""
+RING = 6
+"""Copies on their way at once: two works for each of two open steps, and room for retries."""
+_LEAST_BYTES = 1 << 16
+
+
+class Copied(Protocol):
+    """A point in the stream behind a copy."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the copy is done."""
+        ...
+
+
+class Staging(Protocol):
+    """Brings ints to the device."""
+
+    def __call__(self, wide: array[int], narrow: array[int]) -> Numbers:
+        """`wide`: typecode q; `narrow`: typecode i. Not to be changed afterwards."""
+        ...
+
+
+def host_numbers(wide: array[int], narrow: array[int]) -> Numbers:
+    """On the CPU they are there: views of the arrays."""
+    return (
+        torch.frombuffer(wide, dtype=torch.int64),
+        torch.frombuffer(narrow, dtype=torch.int32),
+    )
+
+
+class PinnedStaging:
+    """A ring of page-locked buffers. One is written again only after its last copy is done.
+
+    `record` marks a point in the current stream. `pin`: False in tests without a device.
+    """
+
+    def __init__(
+        self, device: torch.device, record: Callable[[], Copied], pin: bool = True
+    ) -> None:
+        self._device = device
+        self._record = record
+        self._pin = pin
+        self._buffers: list[torch.Tensor] = [self._new(_LEAST_BYTES) for _ in range(RING)]
+        self._copied: list[Copied | None] = [None] * RING
+        self._next = 0
+
+    def __call__(self, wide: array[int], narrow: array[int]) -> Numbers:
+        """Views of one new tensor on the device. The host waits only where the ring is full."""
+        n_wide, n_narrow = 8 * len(wide), 4 * len(narrow)
+        index = self._next
+        self._next = (index + 1) % RING
+        copied = self._copied[index]
+        if copied is not None:
+            copied.synchronize()
+        buffer = self._buffers[index]
+        if len(buffer) < n_wide + n_narrow:
+            buffer = self._buffers[index] = self._new(2 * (n_wide + n_narrow))
+        memory: memoryview = buffer.numpy().data
+        memory[:n_wide] = memoryview(wide).cast("B")
+        memory[n_wide : n_wide + n_narrow] = memoryview(narrow).cast("B")
+        there = buffer[: n_wide + n_narrow].to(self._device, non_blocking=True, copy=True)
+        self._copied[index] = self._record()
+        return there[:n_wide].view(torch.int64), there[n_wide:].view(torch.int32)
+
+    def _new(self, n_bytes: int) -> torch.Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._pin)
