@@ -26,10 +26,12 @@ from kernels.elementwise.fast import FastRows  # noqa: E402
 from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn, RowOps  # noqa: E402
 from kernels.jit.availability import why_no_jit  # noqa: E402
 from kernels.jit.driver import LaunchError  # noqa: E402
+from kernels.jit.green_contexts import GreenContextRefused, split_card  # noqa: E402
 from kernels.jit.mapped_memory import CudaMemory, why_no_virtual_memory  # noqa: E402
 from kernels.jit.virtual_memory import MemoryDriver, VirtualPool, full_bytes  # noqa: E402
 from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
 from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
+from kernels.linear.gemm_plan import limit_multiprocessors  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
     CPU_HALF,
     DENSE,
@@ -41,6 +43,8 @@ from kernels.linear.op import (  # noqa: E402
     prepare_linear,
 )
 from kernels.linear.probe import crossover, fastest_dense  # noqa: E402
+from kernels.linear.strip import SCRATCH_BYTES as STRIP_SCRATCH_BYTES  # noqa: E402
+from kernels.linear.strip import refuse_strips, strip_bytes  # noqa: E402
 from kernels.linear.tune import Shape as LinearShape  # noqa: E402
 from kernels.linear.tune import tune_this_card  # noqa: E402
 from kernels.linear.weights import moved  # noqa: E402
@@ -64,11 +68,13 @@ __all__ = [
     "CPU_HALF",
     "DENSE",
     "NATIVE_MOST_ROWS",
+    "STRIP_SCRATCH_BYTES",
     "AddNormFn",
     "AttentionFn",
     "AttentionPlan",
     "CudaMemory",
     "DenseLinear",
+    "GreenContextRefused",
     "HeadLayout",
     "HeadNorms",
     "Int8KV",
@@ -105,6 +111,7 @@ __all__ = [
     "explain_rows",
     "gather_rows",
     "gather_rows_cuda",
+    "limit_multiprocessors",
     "moved",
     "op_set",
     "pack_codes",
@@ -112,7 +119,10 @@ __all__ = [
     "plan_write",
     "prepare_linear",
     "refuse_native_layers",
+    "refuse_strips",
     "slice_rows",
+    "split_card",
+    "strip_bytes",
     "tune_this_card",
     "why_no_virtual_memory",
     "write_kv",

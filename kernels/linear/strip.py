@@ -96,6 +96,15 @@ def padded_columns(bits: int, k: int) -> int:
     return -(-k // step) * step
 
 
+def strip_bytes(bits: int, group: int, rows: int, k: int) -> tuple[int, int]:
+    """Bytes of words and of scales of a layer in strips; offsets, where it has any, take as much
+    as the scales.
+    """
+    strips, columns = -(-rows // STRIP_ROWS), padded_columns(bits, k)
+    groups = 1 if group >= k else -(-columns // group)
+    return strips * STRIP_ROWS * columns * bits // 8, strips * STRIP_ROWS * groups * 2
+
+
 def to_strips(layer: PackedLinear) -> StripWeights:
     """Re-lay a layer. Raises ValueError where refuse_strips() has a reason, or where a folded zero
     or an offset does not fit fp16.

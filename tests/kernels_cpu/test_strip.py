@@ -13,6 +13,7 @@ from kernels.linear.strip import (
     from_strips,
     interleave_halves,
     refuse_strips,
+    strip_bytes,
     to_strips,
 )
 from kernels.pack.dequantise import dequantise, dequantise_stored, unpack_codes
@@ -172,3 +173,14 @@ def test_a_layer_re_laid_in_parts_is_the_layer(bits: int, monkeypatch: pytest.Mo
     monkeypatch.setattr("kernels.linear.strip._CODES_AT_ONCE", 32 * whole.padded_columns)
     assert torch.equal(to_strips(layer).words, whole.words)
     assert torch.equal(codes_by_definition(whole), unpack_codes(layer).long())
+
+
+@given(LAYERS)
+@settings(max_examples=40, deadline=None)
+def test_bytes_are_known_before_anything_is_re_laid(spec: dict[str, object]) -> None:
+    layer = random_layer(**spec)  # type: ignore[arg-type]
+    weights = to_strips(layer)
+    words, scales = strip_bytes(layer.bits, layer.group_size, layer.out_features, layer.in_features)
+    assert words == weights.words.numel() * 4
+    assert scales == weights.scales.numel() * 2
+    assert weights.nbytes == words + scales * (1 if weights.offsets is None else 2)

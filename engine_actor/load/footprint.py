@@ -1,0 +1,125 @@
+"""What a checkpoint's weights take on a GPU once every layer is prepared, from headers alone.
+
+W3 and W4 linears are re-laid in strips and their stored form is let go; 8-bit and dense ones stay
+as they are. The embedding keeps its stored form, and a tied head in 8 bits reads the same bytes.
+Knows shapes and bits; reads no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from engine_actor import ops
+from engine_actor.load.formats.base import Entry
+from engine_actor.load.names import LinearSlot, VectorSlot, slots
+from engine_actor.model.config import ModelConfig
+
+NORM_BYTES = 4
+"""Norms are kept in fp32."""
+ALIGNMENT = 512
+"""What torch's allocator rounds a tensor up to."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """resident: after loading. loading: beside it while the layer that needs most is prepared."""
+
+    resident: int
+    loading: int
+
+    @property
+    def peak(self) -> int:
+        """Never more than this, from the first weight to the last."""
+        return self.resident + self.loading
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """rows: 0 for a vector of `columns` values."""
+
+    name: str
+    rows: int
+    columns: int
+
+
+def weight_bytes(
+    config: ModelConfig, entries: Iterable[Entry], item_bytes: int, exact: bool = False
+) -> WeightBytes:
+    """For activations of item_bytes; exact: every linear is made dense in fp32. Entries that belong
+    to no slot count as they are stored.
+    """
+    pieces = {piece.name: piece for piece in _pieces(config)}
+    resident = loading = 0
+    for entry in entries:
+        piece = pieces.get(entry.name, _Piece(entry.name, 0, entry.nbytes // NORM_BYTES))
+        for kept, beside in _forms(entry, piece, config, item_bytes, exact):
+            resident += _rounded(kept)
+            loading = max(loading, beside)
+    return WeightBytes(resident, loading)
+
+
+def _forms(
+    entry: Entry, piece: _Piece, config: ModelConfig, item_bytes: int, exact: bool
+) -> Iterator[tuple[int, int]]:
+    """(bytes that stay, bytes that are needed beside them for a moment)."""
+    if not piece.rows:
+        yield NORM_BYTES * piece.columns, entry.nbytes
+        return
+    linear = _exact if exact else _linear
+    if entry.name != "embed":
+        yield linear(entry, piece, item_bytes)
+        return
+    stored = _stored(entry, piece)
+    yield stored, 0
+    if config.tie_embeddings and (exact or entry.bits != 8):
+        kept, beside = linear(entry, piece, item_bytes)
+        # A dense table in the activations' dtype is the head as well.
+        is_shared = not entry.bits and kept == entry.nbytes
+        yield (0, 0) if is_shared else (kept, max(0, beside - stored))
+
+
+def _exact(entry: Entry, piece: _Piece, item_bytes: int) -> tuple[int, int]:
+    return 4 * piece.rows * piece.columns, _stored(entry, piece) + 4 * piece.rows * piece.columns
+
+
+def _linear(entry: Entry, piece: _Piece, item_bytes: int) -> tuple[int, int]:
+    stored = _stored(entry, piece)
+    if not entry.bits:
+        kept = piece.rows * piece.columns * item_bytes
+        return kept, entry.nbytes if kept != entry.nbytes else 0
+    group = piece.columns if entry.group == -1 else entry.group
+    if ops.refuse_strips(entry.bits, group, piece.columns) is not None:
+        return stored, 0
+    words, scales = ops.strip_bytes(entry.bits, group, piece.rows, piece.columns)
+    # Offsets, zero points and biases become half precision, whatever they were.
+    rest = stored - _codes_and_scales(entry, piece)
+    return words + scales + min(2 * rest, rest + scales), stored + ops.STRIP_SCRATCH_BYTES
+
+
+def _stored(entry: Entry, piece: _Piece) -> int:
+    """On the device before it is prepared. A format's own codes may be smaller than ours."""
+    return max(entry.nbytes, _codes_and_scales(entry, piece))
+
+
+def _codes_and_scales(entry: Entry, piece: _Piece) -> int:
+    if not entry.bits:
+        return 0
+    group = piece.columns if entry.group == -1 else entry.group
+    return piece.rows * (-(-piece.columns * entry.bits // 8) + 2 * -(-piece.columns // group))
+
+
+def _pieces(config: ModelConfig) -> Iterator[_Piece]:
+    """Every name an entry may have: a fused linear, or the parts it is stored in."""
+    for slot in slots(config):
+        if isinstance(slot, VectorSlot):
+            yield _Piece(slot.name, 0, slot.size)
+            continue
+        assert isinstance(slot, LinearSlot)
+        for part in slot.parts:
+            yield _Piece(part.name, part.rows, slot.in_features)
+        yield _Piece(slot.name, slot.rows, slot.in_features)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
