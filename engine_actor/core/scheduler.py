@@ -191,6 +191,17 @@ class Scheduler:
             flight, self._flights, outcome, self.limits, self._clock.now()
         )
 
+    def void(self, step: int) -> frozenset[Key]:
+        """Sequences of an open step whose outcome would be dropped: they have ended, or build on a
+        step that has to be run again. Running them once more is not worth it."""
+        return frozenset(
+            launch.seq.key
+            for flight in self._flights
+            if flight.step == step
+            for launch in flight.launches
+            if launch.stale or launch.seq.state is SeqState.DONE
+        )
+
     def check(self) -> None:
         """Prove the invariants; for tests and drills. Raises AssertionError."""
         self._roster.check()

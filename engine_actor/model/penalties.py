@@ -50,7 +50,11 @@ def is_edited(row: SampleRow) -> bool:
 
 def needs_history(row: SampleRow) -> bool:
     """True where edit() reads the ids before the row's token: all of them must be known."""
-    sampling = row.sampling
+    return reads_history(row.sampling)
+
+
+def reads_history(sampling: SamplingParams) -> bool:
+    """needs_history() of every row of a request."""
     return bool(
         sampling.presence_penalty
         or sampling.frequency_penalty

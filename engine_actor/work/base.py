@@ -20,10 +20,11 @@ import torch
 from engine_actor.core.plan import SampledToken, TokenLogprobs
 from engine_actor.core.sequence import Key, SeqState
 from engine_actor.core.sequence import Sequence as Request
+from engine_actor.model.pending_sample import PendingSample
 from engine_actor.model.runner_protocol import Runner
 from engine_actor.model.sampler import Sampler, SampleRow
-from engine_actor.work.inputs import BatchInputs
-from engine_actor.work.sampling import PendingSample, begin, sample_row
+from engine_actor.work.inputs import PLAIN, BatchInputs, Feed
+from engine_actor.work.sampling import sample_row
 from engine_actor.work.timing import Timer
 
 
@@ -74,8 +75,7 @@ class WorkContext:
     """What the works of one engine share.
 
     `request` gives the sequence behind a key, None where it is gone. `cover(n)` makes the KV
-    tensors hold block ids below n and may raise out of memory. `token_buffer`: i64 on the device,
-    the token sampled last for each slot; None where no step is planned ahead.
+    tensors hold block ids below n and may raise out of memory. `feed` carries the inputs.
     """
 
     runner: Runner
@@ -85,7 +85,7 @@ class WorkContext:
     request: Callable[[Key], Request | None]
     cover: Callable[[int], None] = lambda n_blocks: None
     hook: StageHook = no_fault
-    token_buffer: torch.Tensor | None = None
+    feed: Feed = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,12 @@ class Work(ABC):
         """The rows of its logits, in order."""
 
     @abstractmethod
-    def halves(self) -> tuple[Self, ...]:
-        """The same work as two NEW ones of half the size, or nothing where it cannot be split."""
+    def halves(self) -> tuple[Work, ...]:
+        """The same work as two smaller NEW ones, or nothing where it cannot be split."""
 
     @abstractmethod
-    def without(self, keys: Set[Key]) -> Self | None:
-        """Itself where it has none of `keys`, else a NEW work of the rest; None where none is left."""
+    def without(self, keys: Set[Key]) -> Work | None:
+        """Itself where it has none of `keys`, else a NEW work of the rest; None where all go."""
 
     def again(self) -> Self:
         """The same work as a NEW one."""
@@ -244,7 +244,9 @@ class Work(ABC):
             return
         logits = self.logits if len(alive) == len(wanted) else self.logits[alive]
         slots = [wanted[index].slot for index in alive]
-        self.pending = begin(context.sampler, logits, rows, context.token_buffer, slots)
+        tokens = context.feed.tokens
+        buffer = None if tokens is None else tokens.reach(max(slots))
+        self.pending = context.sampler.begin(logits, rows, buffer, slots)
 
     def _tokens(self) -> tuple[SampledToken, ...]:
         """What was sampled. Rows of requests that ended between sample and finish are dropped."""

@@ -5,13 +5,29 @@ Knows slots; does not know why these were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 from engine_actor.core.plan import DecodeSlot
-from engine_actor.core.sequence import Key
+from engine_actor.core.sequence import Key, Sequence
 from engine_actor.work.base import Sampled, Work, WorkResult
 from engine_actor.work.inputs import BatchInputs, build_decode
+
+
+def known_slots(
+    slots: tuple[DecodeSlot, ...], request: Callable[[Key], Sequence | None]
+) -> tuple[DecodeSlot, ...]:
+    """Planned ahead and run later, a slot's token may have come in between: a retry must not read
+    what its first attempt has left in the buffer."""
+    return tuple(
+        slot if slot.token is not None else _known(slot, request(slot.key)) for slot in slots
+    )
+
+
+def _known(slot: DecodeSlot, request: Sequence | None) -> DecodeSlot:
+    if request is None or slot.position >= len(request.tokens):
+        return slot
+    return replace(slot, token=request.tokens[slot.position])
 
 
 @dataclass(eq=False)
@@ -38,6 +54,11 @@ class DecodeWork(Work):
     def sampled(self) -> tuple[Sampled, ...]:
         return tuple(Sampled(slot.key, slot.position + 1, slot.slot) for slot in self.slots)
 
+    @property
+    def computed(self) -> tuple[tuple[Key, int], ...]:
+        """Up to which position each sequence has KV once this is done."""
+        return tuple((slot.key, slot.position + 1) for slot in self.slots)
+
     def halves(self) -> tuple[DecodeWork, ...]:
         if len(self.slots) < 2:
             return ()
@@ -54,14 +75,15 @@ class DecodeWork(Work):
 
     def _build(self) -> BatchInputs:
         context = self.context
-        return build_decode(self.slots, context.block_tokens, context.runner.device)
+        slots = known_slots(self.slots, context.request)
+        return build_decode(slots, context.block_tokens, context.runner.device, context.feed)
 
     def _forward(self) -> None:
         self.logits = self.context.runner.decode_logits(self._prepared_inputs())
 
     def _report(self) -> WorkResult:
         return WorkResult(
-            computed=tuple((slot.key, slot.position + 1) for slot in self.slots),
+            computed=self.computed,
             sampled=self._tokens(),
         )
 

@@ -47,6 +47,11 @@ class PrefillWork(Work):
     def sampled(self) -> tuple[Sampled, ...]:
         return tuple(Sampled(c.key, c.end, c.slot) for c in self.chunks if c.samples)
 
+    @property
+    def computed(self) -> tuple[tuple[Key, int], ...]:
+        """Up to which position each sequence has KV once this is done."""
+        return tuple((chunk.key, chunk.end) for chunk in self.chunks)
+
     def halves(self) -> tuple[PrefillWork, ...]:
         """Split by chunks; a single chunk is shortened by `part` instead."""
         if len(self.chunks) < 2:
@@ -98,7 +103,7 @@ class PrefillWork(Work):
 
     def _build(self) -> BatchInputs:
         context = self.context
-        return build_prefill(self.chunks, context.block_tokens, context.runner.device)
+        return build_prefill(self.chunks, context.block_tokens, context.runner.device, context.feed)
 
     def _forward(self) -> None:
         if self.next_layer:
@@ -113,17 +118,22 @@ class PrefillWork(Work):
         if last == runner.n_layers:
             if len(inputs.logit_rows):
                 self.logits = runner.logits(self.hidden, inputs.logit_rows)
-            if not any(chunk.prompt_logprobs is not None for chunk in self.chunks):
+            if not self.scores_prompts:
                 self.hidden = None
 
     def _report(self) -> WorkResult:
         return WorkResult(
-            computed=tuple((chunk.key, chunk.end) for chunk in self.chunks),
+            computed=self.computed,
             sampled=self._tokens(),
-            prompt_logprobs=tuple(self._prompt_logprobs()),
+            prompt_logprobs=tuple(self.prompt_logprobs()),
         )
 
-    def _prompt_logprobs(self) -> Iterator[tuple[Key, int, tuple[TokenLogprobs, ...]]]:
+    @property
+    def scores_prompts(self) -> bool:
+        """True where finish() reads the hidden states of the whole work."""
+        return any(chunk.prompt_logprobs is not None for chunk in self.chunks)
+
+    def prompt_logprobs(self) -> Iterator[tuple[Key, int, tuple[TokenLogprobs, ...]]]:
         """(key, first prompt position, entries): the row of position p scores the token at p+1."""
         offset = 0
         for chunk in self.chunks:
