@@ -79,6 +79,10 @@ class EngineRun:
         self._prompts = Prompts(engine.facts.vocab_size, seed)
         self._next_rid = 1
 
+    def prompt(self, tokens: int) -> tuple[int, ...]:
+        """Random ids; no two prompts of a run begin alike, so no prefix cache can help."""
+        return self._prompts.next(tokens)
+
     def submit(self, prompt: int | Sequence[int], max_tokens: int, **sampling: Any) -> Request:
         """A random prompt of so many tokens, or these ids; greedy and without an end-of-text unless
         told otherwise. Raises BenchError where the engine refuses."""
@@ -91,7 +95,7 @@ class EngineRun:
         self, prompt: int | Sequence[int], max_tokens: int, **sampling: Any
     ) -> Request | None:
         """As submit, but a refusal is counted by its code and is None."""
-        ids = self._prompts.next(prompt) if isinstance(prompt, int) else tuple(prompt)
+        ids = self.prompt(prompt) if isinstance(prompt, int) else tuple(prompt)
         rid, self._next_rid = self._next_rid, self._next_rid + 1
         given = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
         message = Submit(rid, ids, SamplingParams(**given), trace_id=f"r{rid}")

@@ -38,6 +38,8 @@ RECORD_FIELDS: dict[str, type | tuple[type, ...]] = {
     "rows": list,
     "notes": list,
 }
+SEED_FIELDS: dict[str, type | tuple[type, ...]] = {"prefill_decode_overlap": bool, "runs": list}
+"""Fields that the seed's two scheduler benches have beside those above; others have neither."""
 ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
     "case": dict,
     "metric": str,
@@ -93,8 +95,10 @@ def make_record(
     switches: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     notes: Sequence[str] = (),
+    seed: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A whole result, stamped with the commit and the machine it was made on."""
+    """A whole result, stamped with the commit and the machine it was made on. `seed`: values of
+    SEED_FIELDS."""
     commit, dirty = _commit()
     return {
         "schema": SCHEMA,
@@ -107,6 +111,7 @@ def make_record(
         "switches": dict(switches),
         "rows": [dict(row) for row in rows],
         "notes": list(notes),
+        **(seed or {}),
     }
 
 
@@ -121,7 +126,9 @@ def validate(record: Mapping[str, Any]) -> None:
     """Raises ValueError that names the first field which is missing, of a wrong type, or whose
     summary is not that of its raw values.
     """
-    _require(record, RECORD_FIELDS, "record")
+    _require(
+        record, RECORD_FIELDS | {n: SEED_FIELDS[n] for n in SEED_FIELDS if n in record}, "record"
+    )
     if record["schema"] != SCHEMA:
         raise ValueError(f"record.schema is {record['schema']}, not {SCHEMA}")
     if not record["rows"]:
