@@ -15,7 +15,11 @@ from engine_actor._mount import mount
 
 mount()
 
-from kernels.attention.cuda import CudaAttention, plan_attention_cuda  # noqa: E402
+from kernels.attention.cuda import (  # noqa: E402
+    CudaAttention,
+    plan_attention_cuda,
+    static_plan_cuda,
+)
 from kernels.attention.exact import attention_exact  # noqa: E402
 from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
@@ -31,6 +35,7 @@ from kernels.jit.mapped_memory import CudaMemory, why_no_virtual_memory  # noqa:
 from kernels.jit.virtual_memory import MemoryDriver, VirtualPool, full_bytes  # noqa: E402
 from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
 from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
+from kernels.kv.stage import StagedRows, stage_decode  # noqa: E402
 from kernels.linear.gemm_plan import limit_multiprocessors  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
     CPU_HALF,
@@ -95,6 +100,7 @@ __all__ = [
     "PackedLinear",
     "RowFn",
     "RowOps",
+    "StagedRows",
     "StoreFn",
     "Verdict",
     "VirtualPool",
@@ -122,6 +128,7 @@ __all__ = [
     "refuse_strips",
     "slice_rows",
     "split_card",
+    "stage_decode",
     "strip_bytes",
     "tune_this_card",
     "why_no_virtual_memory",
@@ -133,6 +140,8 @@ LayerCache = Any
 AttentionFn = Callable[[torch.Tensor, LayerCache, AttentionPlan], torch.Tensor]
 PlanFn = Callable[..., AttentionPlan]
 """As plan_attention."""
+StaticPlanFn = Callable[[torch.Tensor, torch.Tensor, int, int, int | None], AttentionPlan]
+"""As static_plan_cuda."""
 PrepareStoreFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadLayout], StoreFn]
 """(cos, sin, slots, layout) of one forward -> what stores its heads."""
 
@@ -159,13 +168,15 @@ class LayerShape:
 @dataclass(frozen=True, slots=True)
 class OpSet:
     """The ops of one numerics mode besides the linears. prepare_store: rotation and KV write in one
-    kernel, None where they are two steps (rows.rotation, write_kv).
+    kernel, None where they are two steps (rows.rotation, write_kv). static_plan: for decodes whose
+    lengths change under a captured graph, None where each step needs a plan of its own.
     """
 
     rows: RowOps
     attention: AttentionFn
     plan: PlanFn = plan_attention
     prepare_store: PrepareStoreFn | None = None
+    static_plan: StaticPlanFn | None = None
 
 
 CUDA_ATTENTION = CudaAttention()
@@ -180,7 +191,7 @@ def op_set(exact: bool, shape: LayerShape | None = None) -> OpSet:
     anywhere = OpSet(FastRows(), attention_sdpa)
     if shape is None or any(verdict.refusal for verdict in explain_layer(shape)):
         return anywhere
-    return OpSet(CUDA_ROWS, CUDA_ATTENTION, plan_attention_cuda, _prepare_store)
+    return OpSet(CUDA_ROWS, CUDA_ATTENTION, plan_attention_cuda, _prepare_store, static_plan_cuda)
 
 
 def explain_layer(shape: LayerShape) -> tuple[Verdict, ...]:

@@ -6,11 +6,16 @@ Knows tensors and layers; knows no request, no scheduler, no checkpoint file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine_actor import ops
 from engine_actor.model.config import ModelConfig
+from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
+from engine_actor.model.decode_graphs import DecodeGraphs, GraphCounts
 from engine_actor.model.decoder import Decoder
+from engine_actor.model.graph_capture import CudaCapture
 from engine_actor.model.kv_store import KVStore
 from engine_actor.model.layers.attention import StepTensors
 from engine_actor.model.layers.embed import Embedding
@@ -51,6 +56,7 @@ class ModelRunner:
         self._native = native if isinstance(native, NativeForward) else None
         self.layer_kernels = f"op by op ({native})" if isinstance(native, str) else str(native)
         self._plans: list[tuple[BatchInputs, StepTensors]] = []
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def embed(self, inputs: BatchInputs) -> torch.Tensor:
@@ -76,22 +82,90 @@ class ModelRunner:
         chosen = hidden if rows.shape[0] == hidden.shape[0] else hidden.index_select(0, rows)
         return self._head(self._decoder.norm(chosen)).float()[:, : self.vocab_size]
 
+    @torch.inference_mode()
     def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
-        """fp32 logits [B, vocab_size] of a decode batch, one row a sequence."""
+        """fp32 logits [B, vocab_size] of a decode batch, one row a sequence. After prepare_decode()
+        the next call overwrites them.
+        """
+        if self._graphs is not None:
+            logits = self._graphs.logits(inputs)
+            if logits is not None:
+                return logits
         hidden = self.run_layers(self.embed(inputs), inputs, 0, self.n_layers)
         return self.logits(hidden, inputs.logit_rows)
 
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """Of the decode steps since prepare_decode()."""
+        if self._graphs is not None:
+            return self._graphs.counts
+        return GraphCounts(self._why_no_buckets() or "not asked for")
+
+    @torch.inference_mode()
+    def prepare_decode(self, max_rows: int, max_context: int, graphs: bool) -> None:
+        """Run decode batches of up to so many rows and keys in buckets of fixed shape, as CUDA
+        graphs where `graphs`. Does nothing where the model's ops make a plan for every step.
+        """
+        plan = self.op_set.static_plan
+        if self._why_no_buckets() is not None or plan is None:
+            return
+        size, window = self.kv.block_tokens, self.config.sliding_window
+        self._graphs = DecodeGraphs(
+            DecodeBuckets.up_to(max_rows, max_context),
+            self._forward_staged,
+            lambda tables, lengths, longest: plan(tables, lengths, longest, size, window),
+            self._rotary,
+            self.kv.addresses,
+            CudaCapture(self.device) if graphs else None,
+            vocab_size=self.vocab_size,
+            head_dim=self.config.head_dim,
+            block_tokens=size,
+            device=self.device,
+            reason=None if graphs else "switched off (cuda_graphs: false)",
+        )
+
+    @torch.inference_mode()
+    def warm_decode(self) -> None:
+        """Compile, load and capture each number of rows at the shortest context."""
+        if self._graphs is not None:
+            buckets = self._graphs.buckets
+            for rows in reversed(buckets.rows):
+                self._graphs.warm_up(Bucket(rows, buckets.contexts[0]))
+
+    def _why_no_buckets(self) -> str | None:
+        if self.device.type != "cuda":
+            return "not on a GPU"
+        if self.op_set.static_plan is None:
+            return "the general ops plan every step anew"
+        return None
+
+    def _forward_staged(
+        self, rows: ops.StagedRows, attend: ops.AttentionPlan, out: torch.Tensor
+    ) -> None:
+        assert self.op_set.prepare_store is not None
+        store = self.op_set.prepare_store(rows.cos, rows.sin, rows.slots, self._layout)
+        step = StepTensors(None, None, attend, store)
+        hidden = self._embedding(rows.ids)
+        hidden = self._decoder.run(hidden, self.kv.layers, step, 0, self.n_layers)
+        out.copy_(self._head(self._decoder.norm(hidden))[:, : self.vocab_size])
+
     def reserve_kv(self, capacity: int) -> None:
         """Choose the addresses of a cache of up to `capacity` blocks, empty where it moves."""
-        with torch.inference_mode():
-            self.kv.reserve(capacity)
-        self._plans.clear()
+        self._change_kv(lambda: self.kv.reserve(capacity))
 
     def resize_kv(self, n_blocks: int) -> None:
         """Grow or shrink the KV tensors to n_blocks, keeping the blocks that stay."""
-        with torch.inference_mode():
-            self.kv.resize(n_blocks)
-        self._plans.clear()
+        self._change_kv(lambda: self.kv.resize(n_blocks))
+
+    @torch.inference_mode()
+    def _change_kv(self, change: Callable[[], None]) -> None:
+        try:
+            change()
+        finally:
+            # A change that failed half way may have moved layers too.
+            self._plans.clear()
+            if self._graphs is not None:
+                self._graphs.cache_moved()
 
     def kv_checksum(self, blocks: tuple[int, ...]) -> int:
         """A checksum of the named blocks' bytes."""

@@ -91,6 +91,10 @@ class KVStore:
             return self._pool.mapped_bytes
         return self.n_blocks * sum(self._block_bytes)
 
+    def addresses(self) -> tuple[int, ...]:
+        """Of every layer's tensors: a captured graph is good for one set of them."""
+        return tuple(tensor.data_ptr() for layer in self.layers for tensor in _tensors(layer))
+
     def keys(self, layer: int) -> torch.Tensor:
         """View [n_blocks, block_tokens, kv_heads, head_dim], codes in INT8."""
         return _tensors(self.layers[layer])[0][:, :, 0]

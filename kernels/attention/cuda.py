@@ -137,6 +137,20 @@ def plan_attention_cuda(
     return CudaPlan(tuple(segments), (), prompts, block_tokens, window, decode)
 
 
+def static_plan_cuda(
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    longest: int,
+    block_tokens: int,
+    window: int | None = None,
+) -> CudaPlan:
+    """For rows 0, 1, ... that all are decodes and whose content changes under the plan. tables,
+    lengths, longest: see DecodeTensors.
+    """
+    decode = DecodeTensors(tables, lengths, None, longest)
+    return CudaPlan((), (), (), block_tokens, window, decode)
+
+
 def decode_tensors(
     decoded: Sequence[Segment], among_prompts: bool, device: torch.device
 ) -> DecodeTensors:

@@ -1,0 +1,54 @@
+"""Recording launches into a CUDA graph. Knows torch's allocator; knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+Run = Callable[[], None]
+
+
+class CudaCapture:
+    """Captures into one pool of memory for all graphs of a device, which therefore must not run at
+    the same time: a replay overwrites what the last one left there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # Blocks that one capture frees are found again by the next one of the same stream.
+        self._stream = torch.cuda.Stream(device)
+        self.nbytes = 0
+        """What the captures took of the device: memory of the pool, and the graphs themselves."""
+
+    def __call__(self, run: Run) -> Run:
+        """Record what `run` launches, of which nothing runs now; returns the replay, which queues
+        it on torch's current stream. Raises what `run` raises, and the driver's refusals.
+        """
+        before = self._free()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # thread_local: other threads may allocate and wait as they like meanwhile.
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                self._abandon(graph)
+                raise
+            graph.capture_end()
+        self.nbytes += max(0, before - self._free())
+        return graph.replay
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that went wrong, so that the allocator leaves its pool."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Where the driver has already broken it off, torch leaves its allocator in the capture.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+
+    def _free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
