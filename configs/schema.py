@@ -41,7 +41,7 @@ class KVConfig(_Strict):
 class FaultRule(_Strict):
     """One injected out-of-memory fault, for drills and tests (see docs/usage/faults.md)."""
 
-    stage: Literal["prepare", "launch", "finish"]
+    stage: Literal["prepare", "launch", "sample", "finish"]
     request: str | None = Field(None, description="trace id of the request that is hit")
     min_rows: int | None = Field(
         None, ge=1, description="hit any work with at least this many rows"
@@ -79,13 +79,22 @@ class EngineConfig(_Strict):
     prefill_chunk_tokens_while_decoding: int | None = Field(
         None, ge=1, description="smaller budget while a stream decodes; default: the same"
     )
-    pipeline_depth: Literal[0] = Field(
-        0, description="steps planned ahead; 1 comes with the GPU engine"
+    async_steps: bool = Field(
+        True,
+        description="GPU: launch a step before the tokens of the last one are on the host",
+    )
+    pipeline_depth: Literal[0, 1] = Field(
+        1, description="steps planned ahead where async_steps has an effect"
     )
     priority_ageing_s: float = Field(
         5.0, gt=0, description="waiting this long raises a request by one"
     )
     reserve_memory_mb: int = Field(384, ge=0, description="device memory left alone, MiB")
+    memory_limit_mb: int | None = Field(
+        None,
+        ge=1,
+        description="GPU: torch, the KV pool and the reserve together, MiB; default: the card's",
+    )
     enable_prefill_decode_overlap: bool = Field(
         True, description="decode and prefill of a step on two streams where the device has them"
     )

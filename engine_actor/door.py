@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from engine_actor.core.params import InvalidParam
-from engine_actor.core.sequence import Key
+from engine_actor.core.sequence import Key, Sequence
 from engine_actor.facts import EngineFacts
 from engine_actor.messages import Submit
 
@@ -55,3 +55,19 @@ class Tombstones:
     def drop_client(self, client: str) -> None:
         for key in [key for key in self._keys if key[0] == client]:
             del self._keys[key]
+
+
+def new_sequence(key: Key, message: Submit, now: float) -> Sequence:
+    """The sequence of an accepted request; `now` in seconds of the engine's clock."""
+    left = message.deadline_ms
+    return Sequence(
+        key=key,
+        tokens=list(message.prompt_ids),
+        sampling=message.sampling,
+        n_prompt=len(message.prompt_ids),
+        arrived=now,
+        priority=message.priority,
+        deadline=None if left is None else now + left / 1e3,
+        salt=message.salt,
+        trace_id=message.trace_id,
+    )

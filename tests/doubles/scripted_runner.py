@@ -212,15 +212,15 @@ def make_engine(
     prefix_cache: bool = True,
     clock: Clock | None = None,
     pair: Pair | None = None,
+    depth: int | None = None,
     **config: Any,
 ) -> Engine:
     """A plain engine around a runner double; `config` are EngineConfig fields."""
     kv = KVConfig(block_tokens=runner.block_tokens, prefix_cache=prefix_cache)
     facts = make_facts(runner, kv_blocks, max_model_len=max_model_len)
     settings = EngineConfig(kv=kv, **config)
-    return Engine(
-        settings, facts, runner, Sampler(runner.vocab_size, base_seed=7), clock=clock, pair=pair
-    )
+    sampler = Sampler(runner.vocab_size, base_seed=7)
+    return Engine(settings, facts, runner, sampler, clock=clock, pair=pair, depth=depth)
 
 
 def make_service(
