@@ -34,6 +34,12 @@ def add_quantize(commands: Any) -> None:
     parser.add_argument("--fit", metavar="SIZE", help="memory it must fit with its cache: 4GiB")
     parser.add_argument("--calibration", metavar="FILE", type=Path, help="UTF-8 text to adapt to")
     parser.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text to measure on")
+    parser.add_argument(
+        "--tune-steps",
+        metavar="N",
+        type=int,
+        help="steps of tuning the whole model towards its source (300 on a GPU, 0 on a CPU)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
     _add_machine(parser)
 
@@ -63,6 +69,8 @@ def quantize(options: argparse.Namespace) -> int:
     for flag, value in (("--group", options.group), ("--threads", options.threads)):
         if value is not None and value < 1:
             raise ConfigError(f"{flag} {value}: must be at least 1")
+    if options.tune_steps is not None and options.tune_steps < 0:
+        raise ConfigError(f"--tune-steps {options.tune_steps}: must be at least 0")
     chosen = command.QuantizeOptions(
         source=options.source,
         target=options.target,
@@ -73,6 +81,7 @@ def quantize(options: argparse.Namespace) -> int:
         fit=options.fit,
         calibration=options.calibration,
         text=options.text,
+        tune_steps=options.tune_steps,
         resume=options.resume,
         device=options.device,
         threads=options.threads,

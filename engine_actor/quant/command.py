@@ -18,6 +18,7 @@ from engine_actor import ops
 from engine_actor.load.checkpoint import Checkpoint, open_checkpoint
 from engine_actor.load.refusal import refusal
 from engine_actor.load.source import resolve
+from engine_actor.model.memory import free_bytes
 from engine_actor.quant.auto import auto_recipe, layer_budget, sensitivities
 from engine_actor.quant.convert import Job, convert
 from engine_actor.quant.evaluate import run_checkpoint, score
@@ -32,9 +33,12 @@ from engine_actor.quant.texts import (
     EVALUATION,
     EVALUATION_ROWS,
     LENGTH,
+    TUNING_ROWS,
     TokenRows,
     token_rows,
 )
+from engine_actor.quant.tune import Tuning
+from engine_actor.quant.tune_choice import BATCH, STEPS, choose_tuning
 
 Say = Callable[[str], None]
 EMBEDDINGS = {8: Grid(8, -1), 4: Grid(4, 64)}
@@ -42,7 +46,9 @@ EMBEDDINGS = {8: Grid(8, -1), 4: Grid(4, 64)}
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """The flags of `quantize` as they came. group None: the recipe's own."""
+    """The flags of `quantize` as they came. group None: the recipe's own; tune_steps None: as many
+    as pay on a GPU, none on a CPU.
+    """
 
     source: str
     target: Path
@@ -53,6 +59,7 @@ class QuantizeOptions:
     fit: str | None = None
     calibration: Path | None = None
     text: Path | None = None
+    tune_steps: int | None = None
     resume: bool = False
     device: str = "auto"
     threads: int | None = None
@@ -73,8 +80,11 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
     for line in plan.lines(budget):
         say(line)
     require_fit(checkpoint.config, plan, budget)
+    tuning, note = _tuning(options, checkpoint, device)
+    if note:
+        say(note)
     _require_room(options.target, plan.weights)
-    job = Job(checkpoint, options.source, recipe, calibration, evaluation, device)
+    job = Job(checkpoint, options.source, recipe, calibration, evaluation, device, tuning=tuning)
     report = convert(job, options.target, progress, options.resume)
     say(f"{options.target} is ready:")
     for line in report.lines():
@@ -101,6 +111,21 @@ def _recipe(
         require_fit(checkpoint.config, make_plan(checkpoint.config, least), budget)
     found = sensitivities(checkpoint, calibration, options.target, device, progress)
     return auto_recipe(found, bytes_left, embedding)
+
+
+def _tuning(
+    options: QuantizeOptions, checkpoint: Checkpoint, device: torch.device
+) -> tuple[Tuning | None, str]:
+    """(how to tune, a line about it)."""
+    steps = options.tune_steps
+    if steps is None:
+        steps = STEPS if device.type == "cuda" else 0
+    if steps == 0:
+        return None, ""
+    text = _rows(checkpoint, options.calibration, CALIBRATION, TUNING_ROWS)
+    wanted = Tuning(text, steps, batch=BATCH[device.type])
+    is_asked_for = options.tune_steps is not None
+    return choose_tuning(checkpoint.config, wanted, is_asked_for, free_bytes(device))
 
 
 def evaluate(

@@ -65,7 +65,7 @@ class Plan:
 
 def make_plan(config: ModelConfig, recipe: Recipe, vector_bytes: int = 4) -> Plan:
     """The plan of a recipe. vector_bytes: of one number of a norm or bias as the source has it."""
-    layers = tables = vectors = weights = 0
+    layers = tables = vectors = 0
     for slot in slots(config):
         if not isinstance(slot, LinearSlot):
             vectors += slot.size * vector_bytes
@@ -74,9 +74,15 @@ def make_plan(config: ModelConfig, recipe: Recipe, vector_bytes: int = 4) -> Pla
         else:
             _, index, short = slot.name.split(".")
             layers += recipe.grid(int(index), short).nbytes(slot.rows, slot.in_features)
-            weights += slot.rows * slot.in_features
             vectors += slot.rows * vector_bytes if slot.bias else 0
-    return Plan(recipe.name, layers, tables, vectors, kv_floor(config), 8 * layers / weights)
+    bits = 8 * layers / layer_weights(config)
+    return Plan(recipe.name, layers, tables, vectors, kv_floor(config), bits)
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers in the layers' linears."""
+    linears = (slot for slot in slots(config) if isinstance(slot, LinearSlot))
+    return sum(s.rows * s.in_features for s in linears if s.name not in ("embed", "head"))
 
 
 def kv_floor(config: ModelConfig) -> int:

@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_actor.load.progress import Progress
-from engine_actor.model.config import ModelConfig
 from engine_actor.quant.texts import TokenRows
-from engine_actor.quant.trainable import LOGITS_AT_ONCE, TrainableModel, divergence
+from engine_actor.quant.trainable import TrainableModel, divergence
 
 HELD_SHARE = 10
 """One row in so many is held out, at least one."""
@@ -122,26 +121,6 @@ def share_of_rate(step: int, steps: int) -> float:
     if step < warm:
         return (step + 1) / warm
     return 0.5 * (1 + math.cos(math.pi * (step - warm + 1) / (steps - warm + 1)))
-
-
-def needed_bytes(config: ModelConfig, weights: int, tuning: Tuning) -> int:
-    """A bound on what tuning holds on its device. weights: numbers in the layers' linears.
-
-    Trained codes are four fp32 numbers a weight (value, gradient, Adam's two), kept codes a byte;
-    scales are a few percent of that. One layer is dequantised at once, forwards and backwards: six
-    fp32 copies. Activations: a hidden state per layer, and one layer's own, twice. Two heads, and
-    four sets of logits.
-    """
-    tokens = tuning.batch * tuning.text.tokens.shape[1]
-    per_weight = 16 if tuning.codes else 2
-    layer = weights // config.n_layers
-    heads = config.n_heads + 2 * config.n_kv_heads
-    wide = 8 * config.hidden + 4 * heads * config.head_dim + 6 * config.intermediate
-    scores = 4 * config.n_heads * tuning.text.tokens.shape[1]
-    activations = tokens * 4 * (config.n_layers * config.hidden + 2 * (wide + scores))
-    logits = 4 * 4 * min(LOGITS_AT_ONCE, tokens * config.vocab_size)
-    tables = 2 * 4 * config.vocab_size * config.hidden
-    return weights * per_weight + 24 * layer + activations + logits + tables
 
 
 class _Run:

@@ -10,8 +10,6 @@ import torch
 
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.progress import silent
-from engine_actor.load.tiny import tiny_config
-from engine_actor.model.config import ModelConfig
 from engine_actor.quant import tune as tuning_module
 from engine_actor.quant.convert import convert
 from engine_actor.quant.evaluate import embed, run_checkpoint
@@ -23,7 +21,7 @@ from engine_actor.quant.trainable import (
     TrainableNorm,
     divergence,
 )
-from engine_actor.quant.tune import Rates, Tuning, needed_bytes, share_of_rate
+from engine_actor.quant.tune import Rates, Tuning, share_of_rate
 from tests.quant.conftest import token_rows
 
 CPU = torch.device("cpu")
@@ -184,10 +182,3 @@ def test_the_rate_rises_once_and_ends_at_nothing():
     assert all(a >= b for a, b in itertools.pairwise(shares[4:]))
     assert 0 < shares[-1] < 1e-3
     assert share_of_rate(0, 1) == 1.0
-
-
-def test_trained_codes_are_most_of_the_memory():
-    config = ModelConfig.from_hf(tiny_config("llama", max_position_embeddings=64), None)
-    weights = 10**9
-    plain = needed_bytes(config, weights, tuning(codes=False))
-    assert needed_bytes(config, weights, tuning()) - plain == 14 * weights

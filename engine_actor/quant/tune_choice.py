@@ -1,0 +1,65 @@
+"""Whether a model can be tuned on a device, and how far: codes too, scales only, or not at all.
+
+From the config and the free memory alone. Knows no tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine_actor.load.refusal import refusal
+from engine_actor.model.config import ModelConfig
+from engine_actor.quant.plan import MIB, layer_weights
+from engine_actor.quant.trainable import LOGITS_AT_ONCE
+from engine_actor.quant.tune import Tuning
+
+STEPS = 300
+"""On a GPU, where a step of a small model takes tens of milliseconds."""
+BATCH = {"cuda": 8, "cpu": 2}
+"""Rows of a step by kind of device."""
+SHARE = 0.9
+"""Of the free memory that may be counted on; the rest is fragments."""
+
+
+def choose_tuning(
+    config: ModelConfig, wanted: Tuning, is_asked_for: bool, free: int
+) -> tuple[Tuning | None, str]:
+    """(what fits into `free` bytes of the device, a line about it). Raises CheckpointError where
+    nothing does and the user asked for it.
+    """
+    if wanted.steps == 0:
+        return None, ""
+    usable = int(free * SHARE)
+    codes, scales = (needed_bytes(config, replace(wanted, codes=both)) for both in (True, False))
+    of_it = f"{usable // MIB:,} MiB are free for it"
+    if wanted.codes and codes <= usable:
+        return wanted, f"  tuned as a whole in {wanted.steps} steps, codes and scales"
+    if scales <= usable:
+        why = f": with codes it takes {codes // MIB:,} MiB, {of_it}" if wanted.codes else ""
+        line = f"  tuned as a whole in {wanted.steps} steps, scales only{why}"
+        return replace(wanted, codes=False), line
+    reason = f"tuning takes {scales // MIB:,} MiB, {of_it}"
+    if is_asked_for:
+        raise refusal(f"--tune-steps {wanted.steps}", f"{reason}; 0 converts without")
+    return None, f"  not tuned as a whole: {reason}"
+
+
+def needed_bytes(config: ModelConfig, tuning: Tuning) -> int:
+    """A bound on what tuning holds on its device.
+
+    Trained codes are four fp32 numbers a weight (value, gradient, Adam's two), kept codes a byte;
+    scales are a few percent of that. One layer is dequantised at once, forwards and backwards: six
+    fp32 copies. Activations: a hidden state per layer, and one layer's own, twice. Two heads, and
+    four sets of logits.
+    """
+    length = tuning.text.tokens.shape[1]
+    tokens = tuning.batch * length
+    weights = layer_weights(config)
+    layer = weights // config.n_layers
+    heads = config.n_heads + 2 * config.n_kv_heads
+    wide = 8 * config.hidden + 4 * heads * config.head_dim + 6 * config.intermediate
+    scores = 4 * config.n_heads * length
+    activations = tokens * 4 * (config.n_layers * config.hidden + 2 * (wide + scores))
+    logits = 4 * 4 * min(LOGITS_AT_ONCE, tokens * config.vocab_size)
+    tables = 2 * 4 * config.vocab_size * config.hidden
+    return weights * (16 if tuning.codes else 2) + 24 * layer + activations + logits + tables
