@@ -98,6 +98,9 @@ class EngineConfig(_Strict):
     enable_prefill_decode_overlap: bool = Field(
         True, description="decode and prefill of a step on two streams where the device has them"
     )
+    cuda_graphs: bool = Field(
+        True, description="GPU: decode steps as captured graphs, one a bucket of shapes"
+    )
     overlap_mode: Literal["serial", "two_streams", "two_streams_capped", "green", "mixed"] = Field(
         "two_streams",
         description="how they share a GPU; what it cannot do falls back, status says why",

@@ -68,6 +68,7 @@ def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0")
         torch.set_num_threads(config.cpu_threads or engine_threads(physical_cores()))
     max_model_len = context_length(args.model, checkpoint)
     runner = _load_runner(checkpoint, config, device)
+    runner.prepare_decode(config.max_num_seqs, max_model_len, config.cuda_graphs)
     facts = _facts(args, checkpoint, runner, max_model_len, name)
     sampler = Sampler(runner.vocab_size)
     engine = Engine(config, facts, runner, sampler)
@@ -115,8 +116,9 @@ def activation_bytes(model: ModelConfig, config: EngineConfig, vocab_size: int) 
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
-    """Run one chunk and one decode, so that no request pays for lazy set-up. Nobody owns the block
-    it writes: every position of it is written again before it is read."""
+    """Run one chunk and one decode, so that no request pays for lazy set-up, and capture the graphs
+    of short contexts. Nobody owns the block that is written: every position of it is written again
+    before it is read."""
     block_tokens = config.kv.block_tokens
     rows = min(block_tokens, config.prefill_chunk_tokens)
     chunk = PrefillChunk(("", 0), 0, rows, (0,) * rows, (0,), samples=True)
@@ -127,6 +129,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
     ):
         hidden = runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers)
         runner.logits(hidden, inputs.logit_rows).argmax(dim=-1).tolist()
+    runner.warm_decode()
 
 
 def _load_runner(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> ModelRunner:

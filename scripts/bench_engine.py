@@ -2,7 +2,7 @@
 """The engine's own speed on a GPU, beside its twins and its peers' published figures.
 
     scripts/bench_engine.py --output docs/results/gpu_engine.json \\
-        --twin "no graphs" decode_graphs=false --twin "synchronous" async_steps=false
+        --twin "no graphs" cuda_graphs=false --twin "synchronous" async_steps=false
 
 Through Engine.step(), scheduler and sampler included: decode of 1 to 64 streams, prefill of one and
 of many prompts, TTFT of a prompt on an idle engine. A twin is the same engine with other settings
