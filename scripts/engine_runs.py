@@ -92,13 +92,14 @@ class EngineRun:
         return request
 
     def offer(
-        self, prompt: int | Sequence[int], max_tokens: int, **sampling: Any
+        self, prompt: int | Sequence[int], max_tokens: int, salt: str = "", **sampling: Any
     ) -> Request | None:
-        """As submit, but a refusal is counted by its code and is None."""
+        """As submit, but a refusal is counted by its code and is None. `salt`: another one shares
+        no cached prefix."""
         ids = self.prompt(prompt) if isinstance(prompt, int) else tuple(prompt)
         rid, self._next_rid = self._next_rid, self._next_rid + 1
         given = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
-        message = Submit(rid, ids, SamplingParams(**given), trace_id=f"r{rid}")
+        message = Submit(rid, ids, SamplingParams(**given), salt=salt, trace_id=f"r{rid}")
         request = Request(rid, len(ids), self.clock())
         code = self.engine.submit(CLIENT, message)
         if code is not None:
@@ -231,7 +232,7 @@ def switches_of(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
     flags = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
-        if name != "note"
+        if name not in ("note", "output")
     }
     return flags | {
         "engine": engine.config.model_dump(mode="json"),

@@ -1,4 +1,4 @@
-"""The concurrency bench of the seed: its command as written, its fields, its counts (S-70, S-71)."""
+"""The seed's concurrency bench: its command as written, its fields, its counts (S-70, S-71)."""
 
 from __future__ import annotations
 

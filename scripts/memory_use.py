@@ -1,0 +1,36 @@
+"""Memory that a long run holds, and whether it grew: for benches that look for leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_actor.model.memory import MIB
+
+PAGE_BYTES = 4096
+
+
+def growth(values: Sequence[float]) -> float:
+    """How far the last value lies above all of the first third; 0 for fewer than three."""
+    return values[-1] - max(values[: len(values) // 3]) if len(values) >= 3 else 0.0
+
+
+def device_mib(engine: Any) -> float:
+    """What torch has handed out on the GPU; 0 without one. The KV pool, which grows with use, is
+    mapped outside of torch and not in it.
+    """
+    if engine.facts.device == "cpu":
+        return 0.0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() / MIB
+
+
+def resident_mib() -> float:
+    """Memory of this process; 0 where the system does not say."""
+    path = Path("/proc/self/statm")
+    if not path.exists():
+        return 0.0
+    return int(path.read_text(encoding="ascii").split()[1]) * PAGE_BYTES / MIB

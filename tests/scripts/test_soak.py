@@ -1,0 +1,100 @@
+"""The soak: a healthy engine passes under faults and cancels, and each kind of damage is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import soak
+from engine_actor.messages import Flag
+from engine_runs import EngineRun, Request, engine_of
+from memory_use import growth
+from results import validate
+
+SIZE = "--rate 60 --most-prompt 120 --most-out 20 --max-model-len 256 --fault-rate 12 --seconds 1.2"
+ARGS = ["--checkpoint", "random:tiny", "--device", "cpu", "--quiet-every", "0.4", *SIZE.split()]
+ARGS += ["--set", "kv.budget_mb=1", "--set", "cpu_threads=1", "--set", "max_num_seqs=8"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def soaked(tmp_path):
+    """A soak of an idle engine, so that a test can damage it."""
+    args = soak.build_parser().parse_args([*ARGS, "--output", str(tmp_path / "x.json")])
+    engine = engine_of(args, {"faults": [soak.NEVER]}, max_model_len=256)
+    found = soak.Soak(EngineRun(engine), args)
+    found.quiet(0.0)
+    return found
+
+
+def test_a_healthy_engine_passes(tmp_path, capsys):
+    out = tmp_path / "soak.json"
+    assert soak.main([*ARGS, "--output", str(out)]) == 0
+    record = json.loads(out.read_text())
+    validate(record)
+    counts = record["switches"]["counts"]
+    assert counts["wrong"] == []
+    assert counts["requests"] == sum(counts["ends"].values()) > 0
+    assert set(counts["ends"]) <= {"LENGTH", "CANCELLED", "OOM"}
+    assert {row["metric"] for row in record["rows"]} == {
+        "tokens_per_second",
+        "device_memory",
+        "host_memory",
+    }
+    assert "wrong: []" in capsys.readouterr().out
+
+
+def test_an_idle_engine_has_nothing_wrong(soaked):
+    assert soaked.verdict() == []
+    assert soaked.ends == {"LENGTH": 1}
+
+
+def test_a_request_that_never_ended_is_told(soaked):
+    soaked.run.requests[99] = Request(99, 4, 0.0)
+    soaked.submitted += 1
+    soaked.quiet(1.0)
+    assert soaked.wrong == ["request 99 ended nothing (None)"]
+
+
+def test_a_cancel_that_nobody_asked_for_is_told(soaked):
+    soaked.run.requests[99] = Request(99, 4, 0.0, end=Flag.CANCELLED)
+    soaked.quiet(1.0)
+    assert soaked.wrong == ["request 99 was cancelled by nobody"]
+
+
+def test_a_leaked_block_is_told(soaked, monkeypatch):
+    pool = soaked.run.engine.kv
+    monkeypatch.setattr(type(pool), "n_free", property(lambda kv: kv.capacity - 2))
+    monkeypatch.setattr(pool, "check", lambda sequences: None)
+    monkeypatch.setattr(soaked.run.engine.scheduler, "check", lambda: None)
+    soaked.quiet(1.0)
+    assert f"2 of {pool.capacity} blocks are not free" in soaked.wrong
+
+
+def test_another_text_of_the_fixed_prompt_is_told(soaked):
+    soaked._golden = [1, 2, 3]
+    soaked.quiet(1.0)
+    assert len(soaked.wrong) == 1
+    assert soaked.wrong[0].endswith("the fixed prompt gave another text")
+
+
+def test_tokens_that_nobody_heard_are_told(soaked):
+    soaked.run.engine.metrics.add("generation_tokens_total", 5)
+    assert soaked.verdict() == ["29 tokens were made, 24 heard"]
+
+
+def test_growing_memory_is_told(soaked):
+    quiet = soaked.quiets[0]
+    soaked.quiets = [quiet] + [soak.Quiet(0, 0, 1.0, 0.0, mib) for mib in (100, 120, 130, 200)]
+    assert soaked.verdict() == ["host_mib grew by 100.0 MiB, 64 are allowed"]
+    assert growth([5, 9, 1, 1, 1, 8]) == -1
+    assert growth([1, 100]) == 0
