@@ -34,6 +34,7 @@ _VALUES: tuple[tuple[str, tuple[str, ...], type, str], ...] = (
     ),
     ("--max-partial-prefills", ("engine", "max_partial_prefills"), int, "prompts in prefill"),
     ("--reserve-memory-mb", ("engine", "reserve_memory_mb"), int, "device memory left alone, MiB"),
+    ("--memory-limit-mb", ("engine", "memory_limit_mb"), int, "hard cap on GPU memory, MiB"),
     ("--kv-budget-mb", ("engine", "kv", "budget_mb"), int, "most memory of the KV pool, MiB"),
 )
 _SWITCHES: tuple[tuple[str, tuple[str, ...], str], ...] = (

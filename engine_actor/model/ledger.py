@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+MIB = 1 << 20
+
 
 class Allocator(Protocol):
     """torch's caching allocator and its card. All in bytes."""

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from engine_actor import ops
+from engine_actor.model.card_plan import Card
 from engine_actor.model.kv_store import PoolMaker
-from engine_actor.model.ledger import CardLedger
+from engine_actor.model.ledger import MIB, CardLedger
 
-MIB = 1 << 20
 CPU_SHARE = 2
 """On a CPU the KV cache takes at most one part in so many of what is free: others live here."""
 
@@ -101,7 +101,11 @@ def _ledger(index: int) -> CardLedger:
 
 def card_ledger(device: torch.device) -> CardLedger:
     """The one of the process for this CUDA device."""
-    return _ledger(torch.cuda.current_device() if device.index is None else device.index)
+    return _ledger(_index(device))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _available_ram() -> int:
@@ -124,11 +128,23 @@ def _container_headroom() -> int:
     return 1 << 62 if limit == "max" else max(0, int(limit) - used)
 
 
+def card_of(device: torch.device) -> tuple[Card, int]:
+    """A CUDA device as a plan sees it, and the bytes that this process has on it already. Gives
+    back what torch keeps for later.
+    """
+    torch.cuda.empty_cache()
+    ledger = card_ledger(device)
+    index = _index(device)
+    granularity = 0 if ops.why_no_virtual_memory(index) else ops.CudaMemory(index).granularity
+    total = int(torch.cuda.mem_get_info(device)[1])
+    return Card(total, ledger.outside, granularity), ledger.held
+
+
 def pool_maker(device: torch.device) -> PoolMaker | str:
     """How the KV cache gets memory at fixed addresses on a device, or why it does not."""
     if device.type != "cuda":
         return "a CPU moves it"
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     if reason := ops.why_no_virtual_memory(index):
         return reason
     memory, ledger = ops.CudaMemory(index), card_ledger(device)
@@ -139,3 +155,17 @@ def pool_maker(device: torch.device) -> PoolMaker | str:
         )
 
     return make
+
+
+def memory_status(device: torch.device) -> dict[str, int | None]:
+    """What is taken on a CUDA device now, in bytes; nothing to say of a CPU."""
+    if device.type != "cuda":
+        return {}
+    ledger = card_ledger(device)
+    return {
+        "limit_bytes": ledger.cap,
+        "torch_bytes": ledger.held - ledger.mapped,
+        "kv_mapped_bytes": ledger.mapped,
+        "outside_bytes": ledger.outside,
+        "free_bytes": ledger.free(),
+    }

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from kernels.jit.cupy_memory import route_to_torch
 from kernels.jit.toolkit import INSTALL, ToolkitMissing, builtins_beside, nvrtc_libraries
 
 
@@ -61,7 +62,7 @@ class _CupyNvrtc:
     def __init__(self) -> None:
         for library in nvrtc_libraries():
             _preload_builtins(library)
-        importlib.import_module("cupy")
+        route_to_torch(importlib.import_module("cupy"))
         self._binding: Any = importlib.import_module("cupy_backends.cuda.libs.nvrtc")
         major, minor = self._binding.getVersion()
         self.version = (int(major), int(minor))

@@ -73,3 +73,13 @@ def test_attention_over_codes_is_attention_over_their_values() -> None:
     plan = plan_attention([2], [10], [[0, 1, 2]], 4, CPU)
     q, wide = torch.randn(2, 6, 8), cache.values()
     assert torch.equal(attention_reference(q, cache, plan), attention_reference(q, wide, plan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_values_are_rounded_once(dtype: torch.dtype) -> None:
+    """Every code times scales of all magnitudes, the smallest halves among them."""
+    codes = torch.arange(-127, 128, dtype=torch.int8).repeat(200, 1)
+    draw = torch.Generator().manual_seed(3)
+    scales = (2.0 ** (torch.rand(200, generator=draw) * 38 - 24)).half()
+    exact = (codes.double() * scales.double().unsqueeze(-1)).float().to(dtype)
+    assert torch.equal(dequantise_kv(codes, scales, dtype), exact)

@@ -1,0 +1,122 @@
+"""What one step takes beside weights and KV cache: activations, logits, tables, workspaces.
+
+Upper bounds from shapes, held against measured peaks by the GPU tests. A prompt chunk's logits are
+those of its last rows only; prompt logprobs come in slices and are run smaller where they do not
+fit. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine_actor.model.card_plan import Part, Settings
+from engine_actor.model.config import ModelConfig
+from engine_actor.model.decode_buckets import DecodeBuckets
+from engine_actor.model.decode_graphs import graph_bytes, static_bytes
+from engine_actor.model.ledger import MIB
+
+FEW_ROWS = 64
+"""Up to here a linear needs no scratch."""
+SCRATCH_BYTES = 64 * MIB
+"""Of a linear of many rows: a dense slice of its weights, or the parts of a split product."""
+ATTENTION_ROOM = 16 * MIB
+"""Parts of split sequences, joined in the same launch."""
+FEW_HEAD_ROWS = 16
+HEAD_SLICE_ROWS = 8192
+"""An 8-bit head of more rows than FEW_HEAD_ROWS is made dense so many out-features at a time."""
+POSITIONS_AT_ONCE = 1024
+INT8_KEY_BYTES = {"float16": 3, "bfloat16": 11, "float32": 9}
+"""Of a gathered INT8 key or value: its code, what it becomes, and what lies between."""
+WORKSPACE_BYTES = {90: 32 * MIB, 0: 8320 * 1024}
+"""cuBLAS's workspace for a stream, by the least compute capability that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's memory depends on beside the settings. item_bytes: of an activation. sm: of the
+    card. streams: that multiply. partial_prefills: prompts in one chunk. head_bits: 0 for dense.
+    graphs: whether decode steps are captured.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    item_bytes: int
+    head_bits: int
+    sm: int
+    streams: int
+    partial_prefills: int
+    block_tokens: int
+    graphs: bool
+
+
+def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
+    """The lines of the plan that do not depend on the checkpoint's weights or the KV pool."""
+    chunk, rows = settings.chunk_tokens, settings.max_num_seqs
+    yield Part("prompt chunk", prompt_bytes(shape, settings), f"{chunk} tokens, last rows' logits")
+    yield Part("decoded rows", decode_bytes(shape, rows), f"{rows} sequences with their logits")
+    if shape.sm:
+        buckets = DecodeBuckets.up_to(rows, settings.max_model_len)
+        fixed = static_bytes(buckets, shape.vocab_size, shape.block_tokens, shape.model.head_dim)
+        yield Part("decode buckets", fixed, f"up to {buckets.rows[-1]} rows")
+        if shape.graphs:
+            nbytes = graph_bytes(buckets, _row_bytes(shape))
+            yield Part("decode graphs", nbytes, f"{len(buckets)} at most, made with use")
+    yield Part("sampler", sampler_bytes(shape, rows))
+    yield Part("position tables", table_bytes(shape.model, settings.max_model_len))
+    yield Part("library workspaces", workspace_bytes(shape), f"{shape.streams} streams")
+
+
+def prompt_bytes(shape: StepShape, settings: Settings) -> int:
+    """Peak of a chunk at the end of the longest prompt."""
+    model, tokens = shape.model, settings.chunk_tokens
+    hidden, queries = model.hidden, model.n_heads * model.head_dim
+    keys = 2 * model.n_kv_heads * model.head_dim
+    mlp = 2 * hidden + 3 * model.intermediate
+    attention = hidden + keys + 4 * queries
+    each = INT8_KEY_BYTES[model.dtype] if settings.int8_kv else shape.item_bytes
+    gathered = settings.max_model_len * keys * each
+    logits = min(tokens, shape.partial_prefills) * _logit_bytes(shape)
+    rows = tokens * shape.item_bytes
+    peak = max(rows * mlp, rows * attention + gathered)
+    return 3 * rows * hidden + peak + logits + (SCRATCH_BYTES if tokens > FEW_ROWS else 0)
+
+
+def decode_bytes(shape: StepShape, rows: int) -> int:
+    """Peak of a decode batch."""
+    model = shape.model
+    head = 0
+    if shape.head_bits == 8 and rows > FEW_HEAD_ROWS:
+        head = HEAD_SLICE_ROWS * model.hidden * (8 + shape.item_bytes)
+        head += rows * shape.vocab_size * shape.item_bytes
+    return rows * (_row_bytes(shape) + 4 * shape.vocab_size) + head + ATTENTION_ROOM
+
+
+def sampler_bytes(shape: StepShape, rows: int) -> int:
+    """Copies of the logits that penalties and truncation make."""
+    return 3 * rows * shape.vocab_size * 4
+
+
+def table_bytes(model: ModelConfig, max_model_len: int) -> int:
+    """Cosines and sines of every position, and the halves they are joined from as they grow."""
+    positions = -(-max_model_len // POSITIONS_AT_ONCE) * POSITIONS_AT_ONCE
+    return 4 * positions * model.head_dim * 4
+
+
+def workspace_bytes(shape: StepShape) -> int:
+    """cuBLAS's, one a stream that multiplies."""
+    each = next(size for least, size in WORKSPACE_BYTES.items() if shape.sm >= least)
+    return shape.streams * each
+
+
+def _row_bytes(shape: StepShape) -> int:
+    """Activations of one decoded row, and its logits as the head gives them."""
+    model = shape.model
+    queries, keys = model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim
+    width = 5 * model.hidden + 3 * model.intermediate + 2 * queries + keys
+    return (width + shape.vocab_size) * shape.item_bytes
+
+
+def _logit_bytes(shape: StepShape) -> int:
+    """Of one row: as the head gives them, and in fp32."""
+    return shape.vocab_size * (shape.item_bytes + 4)

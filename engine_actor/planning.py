@@ -1,0 +1,144 @@
+"""The memory plan of a configuration: what a checkpoint's headers and a card say, before any load.
+
+Knows the checkpoint and the configuration; what they add up to is model/card_plan.py's. Runs on a
+machine without a GPU as well, for a card of a given size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from configs.schema import AppArgs, EngineConfig
+from engine_actor import ops
+from engine_actor.load.checkpoint import Checkpoint
+from engine_actor.load.footprint import WeightBytes, weight_bytes
+from engine_actor.model.card_plan import Card, CardPlan, Part, Request, Settings, plan_card
+from engine_actor.model.config import ModelConfig
+from engine_actor.model.kv_store import array_block_bytes
+from engine_actor.model.ledger import MIB
+from engine_actor.model.precision import compute_dtype, resolve_kv_dtype
+from engine_actor.model.step_bytes import StepShape, step_parts
+
+STREAMS_OF_A_PAIR = 3
+"""The caller's, decode's and prefill's; without overlap the caller's alone."""
+
+
+def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: int = 0) -> CardPlan:
+    """The plan of an engine of `checkpoint` on `card` with compute capability sm / 10. held: bytes
+    that this process has taken already and keeps. Raises ValueError for settings that contradict
+    each other. The checkpoint may be any object with `config`, `entries` and usable_vocab_size().
+    """
+    config, model = args.engine, checkpoint.config
+    device = torch.device("cuda")
+    item_bytes = compute_dtype(model, device, config.numerics).itemsize
+    kv_dtype = resolve_kv_dtype(model, device, config.numerics, config.kv.dtype)
+    exact = config.numerics == "exact"
+    weights = weight_bytes(model, checkpoint.entries, item_bytes, exact)
+    shape = StepShape(
+        model=model,
+        vocab_size=checkpoint.usable_vocab_size(),
+        item_bytes=item_bytes,
+        head_bits=_head_bits(checkpoint),
+        sm=sm,
+        streams=STREAMS_OF_A_PAIR if config.enable_prefill_decode_overlap else 1,
+        partial_prefills=config.max_partial_prefills,
+        block_tokens=config.kv.block_tokens,
+        graphs=config.cuda_graphs,
+    )
+    return plan_card(
+        Request(
+            card=card,
+            limit=None if config.memory_limit_mb is None else config.memory_limit_mb * MIB,
+            reserve=config.reserve_memory_mb * MIB,
+            settings=Settings(
+                max_model_len=args.model.max_model_len or checkpoint.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                chunk_tokens=config.prefill_chunk_tokens,
+                int8_kv=kv_dtype == torch.int8,
+            ),
+            parts=partial(_parts, weights, shape, held),
+            loading=weights.loading,
+            pool_bytes=partial(_pool_bytes, model, kv_dtype, config.kv.block_tokens, card),
+            block_tokens=config.kv.block_tokens,
+            budget=None if config.kv.budget_mb == "auto" else config.kv.budget_mb * MIB,
+            is_length_asked=args.model.max_model_len is not None,
+            can_int8=not exact and takes_int8(config, model),
+        )
+    )
+
+
+def takes_int8(config: EngineConfig, model: ModelConfig) -> bool:
+    """Whether the layer kernels could read an INT8 cache of this model, a compiler given."""
+    shape = ops.LayerShape(
+        torch.device("cuda"),
+        compute_dtype(model, torch.device("cuda"), config.numerics),
+        model.head_dim,
+        config.kv.block_tokens,
+        bits=8,
+    )
+    return not any(verdict.refusal for verdict in ops.explain_layer(shape)[1:])
+
+
+def _parts(weights: WeightBytes, shape: StepShape, held: int, settings: Settings) -> Sequence[Part]:
+    parts = [Part("weights", weights.resident), *step_parts(shape, settings)]
+    return [*parts, Part("held already", held)] if held else parts
+
+
+def _pool_bytes(
+    model: ModelConfig,
+    dtype: torch.dtype,
+    block_tokens: int,
+    card: Card,
+    blocks: int,
+    settings: Settings,
+) -> int:
+    kept = torch.int8 if settings.int8_kv else dtype
+    arrays = array_block_bytes(model, kept, block_tokens)
+    if not card.granularity:
+        # torch holds the layers; while one grows it is there twice.
+        return blocks * (sum(arrays) + max(arrays))
+    return ops.full_bytes(arrays, blocks, card.granularity)
+
+
+def _head_bits(checkpoint: Checkpoint) -> int:
+    name = "embed" if checkpoint.config.tie_embeddings else "head"
+    return next((entry.bits for entry in checkpoint.entries if entry.name == name), 0)
+
+
+def render(plan: CardPlan) -> str:
+    """The plan as a table, and what it means in sequences and tokens."""
+    card = plan.card
+    rows: list[tuple[str, int, str]] = [("card", card.total, _outside(card))]
+    if plan.limit is not None:
+        rows.append(("memory_limit_mb", plan.limit, "torch, KV pool and reserve together"))
+    rows += [
+        ("reserve", plan.reserve, "left alone; the CUDA context lies in it"),
+        ("for the engine", plan.allowance, ""),
+        *((f"  {part.name}", part.nbytes, part.note) for part in plan.parts),
+    ]
+    if plan.refusal is None:
+        note = f"{plan.kv_blocks} blocks, {plan.kv_tokens} tokens"
+        rows.append(("  KV pool", plan.kv_bytes, note))
+        rows.append(("  unplanned", plan.allowance - plan.planned, ""))
+    width = max(len(name) for name, _, _ in rows)
+    lines = [
+        f"{name:<{width}} {nbytes / MIB:>9.0f} MiB  {note}".rstrip() for name, nbytes, note in rows
+    ]
+    return "\n".join([*lines, *_meaning(plan)])
+
+
+def _outside(card: Card) -> str:
+    return f"{card.outside / MIB:.0f} MiB taken by contexts and others" if card.outside else ""
+
+
+def _meaning(plan: CardPlan) -> list[str]:
+    if plan.refusal is not None:
+        return [f"does not fit: {plan.refusal}", *(f"would fit: {line}" for line in plan.instead)]
+    longest = plan.settings.max_model_len
+    lines = [f"context {longest} tokens; sequences at once: {plan.sequences(longest)} of that"]
+    shorter = [tokens for tokens in (512, 1024, 2048, 4096, 8192) if tokens < longest]
+    lines[0] += "".join(f", {plan.sequences(tokens)} of {tokens}" for tokens in shorter)
+    return lines
