@@ -14,11 +14,12 @@ from configs.schema import EngineConfig
 from engine_actor.core.clock import Clock, MonotonicClock
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.metrics import Metrics
+from engine_actor.core.overlap_policy import FixedPolicy, OverlapPolicy, Sharing
 from engine_actor.core.params import InvalidParam
-from engine_actor.core.plan import Failure, SampledToken
+from engine_actor.core.plan import Failure, SampledToken, StepPlan
 from engine_actor.core.scheduler import Finished, Scheduler
 from engine_actor.core.sequence import FinishReason, Key, Sequence
-from engine_actor.door import INVALID, Tombstones, refusal
+from engine_actor.door import INVALID, Tombstones, new_sequence, refusal
 from engine_actor.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -27,24 +28,26 @@ from engine_actor.errors import (
     Unavailable,
 )
 from engine_actor.events import NO_EXTRA, EventLog, StepEvents
-from engine_actor.facts import EngineFacts, scheduler_limits
+from engine_actor.facts import EngineFacts, pipeline_depth, scheduler_limits, wanted_mode
 from engine_actor.faults import FaultPlan
 from engine_actor.messages import Cancel, Evict, Extra, Flag, Limit, Load, Submit
 from engine_actor.model.runner_protocol import Runner
 from engine_actor.model.sampler import Sampler
+from engine_actor.pipeline import Pipeline, make_feed
 from engine_actor.recorder import Recorder
 from engine_actor.work.base import WorkContext, no_fault
 from engine_actor.work.elastic import ElasticKV
 from engine_actor.work.isolate import Isolation, release_cached_memory
+from engine_actor.work.sharing import share_device
 from engine_actor.work.step import StepReport, StepRunner
-from engine_actor.work.streams import Pair, SerialPair, make_pair
+from engine_actor.work.streams import Pair, SerialPair
 
 LOGGER = logging.getLogger(__name__)
 CANCELLED = "cancelled"
 
 
 class Engine:
-    """One model, one KV pool, one scheduler. `pair` is replaced in tests only."""
+    """One model, one KV pool, one scheduler. `pair` and `depth` are given in tests only."""
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class Engine:
         clock: Clock | None = None,
         metrics: Metrics | None = None,
         pair: Pair | None = None,
+        depth: int | None = None,
     ) -> None:
         self.config = config
         self.facts = facts
@@ -62,9 +66,13 @@ class Engine:
         self.metrics = metrics or Metrics()
         self.draining = False
         self.kv = KVManager(facts.kv_blocks, config.kv.block_tokens, config.kv.prefix_cache)
-        self.scheduler = Scheduler(scheduler_limits(config, facts), self.kv, self.clock)
+        depth = pipeline_depth(config, runner.device.type) if depth is None else depth
+        self.scheduler = Scheduler(scheduler_limits(config, facts, depth), self.kv, self.clock)
         self.elastic = ElasticKV(runner, facts.kv_first_blocks, facts.kv_blocks)
-        self.pair = pair or make_pair(runner.device, config.enable_prefill_decode_overlap)
+        self.pair = pair or share_device(
+            runner.device, wanted_mode(config), config.overlap_max_ctas
+        )
+        self.policy: OverlapPolicy = FixedPolicy(Sharing(self.pair.mode, self.pair.max_ctas))
         self.faults = FaultPlan(config.faults)
         self._live: dict[Key, Sequence] = {}
         self._tombstones = Tombstones()
@@ -80,11 +88,12 @@ class Engine:
             request=self._live.get,
             cover=self.elastic.cover,
             hook=self.faults.hit if self.faults else no_fault,
+            feed=make_feed(runner.device, depth, config.max_num_seqs),
         )
-        isolation = Isolation(
-            self.pair, SerialPair(runner.device), partial(release_cached_memory, runner.device)
-        )
+        serial = self.pair if isinstance(self.pair, SerialPair) else SerialPair(runner.device)
+        isolation = Isolation(self.pair, serial, partial(release_cached_memory, runner.device))
         self._steps = StepRunner(context, isolation, self.scheduler.victim, lambda: self.kv.n_free)
+        self._pipeline = Pipeline(self._steps, self.scheduler, self._live.get, self._commit, depth)
         self._gauges()
 
     def submit(self, client: str, message: Submit) -> str | None:
@@ -147,19 +156,14 @@ class Engine:
         return self.scheduler.has_work or bool(self._events)
 
     def step(self) -> StepEvents:
-        """Plan, run, commit. Raises FatalDeviceError where the device is lost; whatever else it
-        raises is a bug of ours, and as fatal."""
+        """Plan and launch one step, commit those that end. Raises FatalDeviceError where the device
+        is lost; whatever else it raises is a bug of ours, and as fatal."""
         started = time.perf_counter()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self.policy)
         for refused in plan.refused:
             blocks = (refused.blocks_needed, refused.blocks_free)
             self._end(self._live[refused.key], refused.reason, refused.code, blocks=blocks)
-        if not plan.empty:
-            report = self._steps.finish(self._steps.launch(plan))
-            self._commit(report)
-            seconds = time.perf_counter() - started
-            self._step_us = int(seconds * 1e6)
-            self._recorder.step(plan, report, seconds)
+        self._pipeline.advance(plan, started)
         self._gauges()
         return self.take_events()
 
@@ -167,6 +171,11 @@ class Engine:
         """What the clients have not heard yet."""
         added, evicted = self.kv.take_events()
         return StepEvents(self._events.take(), added, evicted, self.load())
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be launched before an earlier one is finished: 0 or 1."""
+        return self._pipeline.depth
 
     def load(self) -> Load:
         """How busy the engine is."""
@@ -177,6 +186,7 @@ class Engine:
 
     def abort_all(self, code: str) -> StepEvents:
         """End every request with an error: the device is lost."""
+        self._pipeline.drop()
         for finished in self.scheduler.abort_all(code):
             self._end(finished.seq, finished.reason, code)
         return self.take_events()
@@ -188,19 +198,7 @@ class Engine:
         code = INVALID if key in self._live else refusal(message, self.facts)
         if code is not None:
             return code
-        now = self.clock.now()
-        left = message.deadline_ms
-        seq = Sequence(
-            key=key,
-            tokens=list(message.prompt_ids),
-            sampling=message.sampling,
-            n_prompt=len(message.prompt_ids),
-            arrived=now,
-            priority=message.priority,
-            deadline=None if left is None else now + left / 1e3,
-            salt=message.salt,
-            trace_id=message.trace_id,
-        )
+        seq = new_sequence(key, message, self.clock.now())
         if self._tombstones.take(key):
             self._events.refuse(*key, Flag.CANCELLED, CANCELLED)
             return None
@@ -213,7 +211,9 @@ class Engine:
         self._live[key] = seq
         return None
 
-    def _commit(self, report: StepReport) -> None:
+    def _commit(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
+        self._step_us = int(seconds * 1e6)
+        self._recorder.step(plan, report, seconds)
         outcome = report.outcome
         before = {
             sample.key: (len(seq.tokens), seq.last_token_at)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from configs.schema import EngineConfig
 from engine_actor.core.limits import SchedulerLimits
+from engine_actor.core.plan import OverlapMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,13 @@ class EngineFacts:
     layer_kernels: str = ""
 
 
-def scheduler_limits(config: EngineConfig, facts: EngineFacts) -> SchedulerLimits:
+
+def pipeline_depth(config: EngineConfig, device_type: str) -> int:
+    """Steps planned ahead on this kind of device: a CPU has done a step when it is launched."""
+    return config.pipeline_depth if config.async_steps and device_type == "cuda" else 0
+
+
+def scheduler_limits(config: EngineConfig, facts: EngineFacts, depth: int) -> SchedulerLimits:
     """The scheduler's part of the configuration."""
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -42,6 +49,13 @@ def scheduler_limits(config: EngineConfig, facts: EngineFacts) -> SchedulerLimit
         prefill_chunk_tokens_while_decoding=config.prefill_chunk_tokens_while_decoding,
         priority_ageing_s=config.priority_ageing_s,
         max_model_len=facts.max_model_len,
-        pipeline_depth=config.pipeline_depth,
+        pipeline_depth=depth,
         eos_token_ids=frozenset(facts.eos_token_ids),
     )
+
+
+def wanted_mode(config: EngineConfig) -> OverlapMode:
+    """How decode and prefill are to share the device; the switch wins over the mode."""
+    if not config.enable_prefill_decode_overlap:
+        return OverlapMode.SERIAL
+    return OverlapMode(config.overlap_mode)

@@ -33,6 +33,8 @@ class Recorder:
             metrics.observe("prefill_chunk_seconds", outcome.prefill_seconds)
         if outcome.decode_seconds is not None:
             metrics.observe("decode_step_seconds", outcome.decode_seconds)
+        if outcome.mixed_seconds is not None:
+            metrics.observe("mixed_forward_seconds", outcome.mixed_seconds)
         self._overlap(outcome)
         if plan.preempted:
             metrics.add("preemptions_total", len(plan.preempted))
@@ -44,6 +46,7 @@ class Recorder:
         metrics = self.metrics
         if outcome.logical_overlap:
             metrics.add("prefill_decode_overlap_steps")
+            metrics.add("prefill_decode_overlap_mode_steps", 1, outcome.plan.mode.value)
         if outcome.stream_overlap:
             metrics.add("prefill_decode_stream_overlap_steps")
             metrics.add("prefill_decode_overlapped_seconds", outcome.overlapped_seconds)

@@ -12,19 +12,15 @@ from engine_actor.loop import Heartbeat
 def engine_status(engine: Engine, epoch: int, heartbeat: Heartbeat, clients: int) -> dict[str, Any]:
     """Counts, bytes and switches. Called on the engine's thread."""
     config, facts, metrics = engine.config, engine.facts, engine.metrics
-    reason = overlap_reason(engine)
     return {
         "engine": facts.name,
         "epoch": epoch,
         "draining": engine.draining,
         "clients": clients,
-        "prefill_decode_overlap": config.enable_prefill_decode_overlap,
-        "prefill_decode_overlap_effective": reason is None,
-        "prefill_decode_overlap_reason": reason,
-        "prefill_decode_overlap_steps": int(metrics.value("prefill_decode_overlap_steps")),
-        "prefill_decode_stream_overlap_steps": int(
-            metrics.value("prefill_decode_stream_overlap_steps")
-        ),
+        **_overlap(engine),
+        "async_steps": config.async_steps,
+        "async_steps_effective": engine.depth > 0,
+        "async_steps_reason": async_reason(engine),
         "prefill_steps_total": int(metrics.value("prefill_steps_total")),
         "model": _model(engine),
         "memory": _memory(engine),
@@ -41,12 +37,42 @@ def engine_status(engine: Engine, epoch: int, heartbeat: Heartbeat, clients: int
 
 
 def overlap_reason(engine: Engine) -> str | None:
-    """Why decode and prefill do not run on two streams; None where they do."""
-    if engine.pair.mode is not OverlapMode.SERIAL:
-        return None
+    """Why decode and prefill do not share the device as `overlap_mode` says; None where they do."""
     if not engine.config.enable_prefill_decode_overlap:
         return "switched off (enable_prefill_decode_overlap: false)"
-    return "the CPU has no streams: decode runs first, then prefill"
+    if engine.pair.mode.value == engine.config.overlap_mode:
+        return None
+    return engine.pair.reason
+
+
+def _overlap(engine: Engine) -> dict[str, Any]:
+    """The switch, the mode that was asked for, what it comes to here and why, and the counters."""
+    config, pair, metrics = engine.config, engine.pair, engine.metrics
+    counters = (
+        "prefill_decode_overlap_steps",
+        "prefill_decode_stream_overlap_steps",
+        "prefill_decode_mixed_forward_steps",
+    )
+    return {
+        "prefill_decode_overlap": config.enable_prefill_decode_overlap,
+        "prefill_decode_overlap_effective": pair.mode is not OverlapMode.SERIAL,
+        "prefill_decode_overlap_reason": overlap_reason(engine),
+        "overlap_mode": config.overlap_mode,
+        "overlap_mode_effective": pair.mode.value,
+        "overlap_max_ctas": pair.max_ctas,
+        **{name: int(metrics.value(name)) for name in counters},
+    }
+
+
+def async_reason(engine: Engine) -> str | None:
+    """Why a step is finished before the next one is launched; None where it is not."""
+    if engine.depth > 0:
+        return None
+    if not engine.config.async_steps:
+        return "switched off (async_steps: false)"
+    if engine.config.pipeline_depth == 0:
+        return "switched off (pipeline_depth: 0)"
+    return "the CPU has done a step when it is launched"
 
 
 def _model(engine: Engine) -> dict[str, Any]:

@@ -78,6 +78,18 @@ ENGINE_METRICS: tuple[Definition, ...] = (
         "prefill_chunk_seconds", "Time of one step's prefill work", "seconds", _SECONDS_STEP
     ),
     _histogram("decode_step_seconds", "Time of one step's decode work", "seconds", _SECONDS_STEP),
+    _histogram(
+        "mixed_forward_seconds",
+        "Time of one forward pass that held prefill and decode rows, in neither of the two above",
+        "seconds",
+        _SECONDS_STEP,
+    ),
+    _counter(
+        "prefill_decode_overlap_mode_steps",
+        "Steps that held both works, by how they shared the device",
+        "steps",
+        "mode",
+    ),
     # steps
     _counter("engine_steps_total", "Scheduler steps that launched something", "steps"),
     _counter("decode_steps_total", "Steps that held a decode work", "steps"),

@@ -129,4 +129,5 @@ class StepOutcome:
     mixed_forward: bool = False
     prefill_seconds: float | None = None
     decode_seconds: float | None = None
+    mixed_seconds: float | None = None
     overlapped_seconds: float = 0.0

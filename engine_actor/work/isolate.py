@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine_actor.core.overlap_policy import Sharing
 from engine_actor.core.sequence import Key
 from engine_actor.errors import FatalDeviceError
 from engine_actor.work.base import Work, WorkResult, WorkState, WorkStateError
@@ -75,14 +76,16 @@ class Isolation:
         self._serial = serial
         self._reclaim = reclaim
 
-    def launch(self, decode: Work | None, prefill: Work | None) -> Launched:
+    def launch(
+        self, decode: Work | None, prefill: Work | None, sharing: Sharing | None = None
+    ) -> Launched:
         """The first half of a step. What failed is FAILED and waits for finish(). Raises
         FatalDeviceError."""
-        return self._pair.launch(decode, prefill, self._attempt)
+        return self._pair.launch(decode, prefill, self._attempt, sharing)
 
-    def finish(self, launched: Launched, void: Set[Key] = frozenset()) -> Tally:
+    def finish(self, launched: Launched, void: Callable[[], Set[Key]] = frozenset) -> Tally:
         """The second half, then the smaller retries of what failed in either, without the sequences
-        in `void`: nobody wants theirs any more. Raises FatalDeviceError."""
+        that `void` names: nobody wants theirs any more. Raises FatalDeviceError."""
         tally = Tally(stream_overlap=launched.overlapped)
         self._pair.finish(launched, self._attempt)
         # Decode before prefill, whatever the order of finish: the retries need the memory in turn.
@@ -90,7 +93,7 @@ class Isolation:
             if work.state is WorkState.DONE:
                 self._count(tally, work)
                 continue
-            wanted = work.without(void)
+            wanted = work.without(void())
             if wanted is None:
                 continue
             if wanted is work or not self._alone(tally, wanted):

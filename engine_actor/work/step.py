@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
-from engine_actor.core.plan import Failure, StepOutcome, StepPlan
+from engine_actor.core.overlap_policy import Sharing
+from engine_actor.core.plan import Failure, OverlapMode, StepOutcome, StepPlan
 from engine_actor.core.sequence import FinishReason, Key
 from engine_actor.errors import EngineError, OutOfMemory
 from engine_actor.work.base import Work, WorkContext, WorkState
 from engine_actor.work.decode import DecodeWork
 from engine_actor.work.elastic import KVGrowthError
 from engine_actor.work.isolate import Casualty, Isolation, Tally
+from engine_actor.work.mixed import MixedWork
 from engine_actor.work.prefill import PrefillWork
 from engine_actor.work.streams import Launched
 from engine_actor.work.timing import intersection
@@ -73,11 +75,17 @@ class StepRunner:
         if decode is not None and prefill is not None:
             # Two works at once may read the same blocks, never write the same sequence's.
             assert not set(decode.keys) & set(prefill.keys), "a sequence is in both works"
-        return OpenStep(plan, decode, prefill, self._isolation.launch(decode, prefill))
+        sharing = Sharing(plan.mode, plan.max_ctas)
+        if decode is None or prefill is None or plan.mode is not OverlapMode.MIXED:
+            launched = self._isolation.launch(decode, prefill, sharing)
+        else:
+            both = MixedWork(plan.step, self._context, decode=decode, prefill=prefill)
+            launched = self._isolation.launch(both, None, sharing)
+        return OpenStep(plan, decode, prefill, launched)
 
-    def finish(self, step: OpenStep, void: Set[Key] = frozenset()) -> StepReport:
-        """Wait for the oldest open step, and retry what failed of it, but not for the sequences in
-        `void`. Raises FatalDeviceError."""
+    def finish(self, step: OpenStep, void: Callable[[], Set[Key]] = frozenset) -> StepReport:
+        """Wait for the oldest open step, and retry what failed of it, but not for the sequences
+        that `void` names. Raises FatalDeviceError."""
         tally = self._isolation.finish(step.launched, void)
         grounded = tuple(c.key for c in tally.casualties if isinstance(c.error, KVGrowthError))
         failures = self._blame(c for c in tally.casualties if c.key not in grounded)
@@ -123,6 +131,8 @@ def _outcome(step: OpenStep, tally: Tally, failures: tuple[Failure, ...]) -> Ste
         rerun=frozenset(tally.rerun),
         logical_overlap=decode is not None and prefill is not None,
         stream_overlap=tally.stream_overlap,
+        mixed_forward=MixedWork.kind in tally.seconds,
+        mixed_seconds=tally.seconds.get(MixedWork.kind),
         prefill_seconds=tally.seconds.get("prefill"),
         decode_seconds=tally.seconds.get("decode"),
         overlapped_seconds=overlapped if tally.stream_overlap else 0.0,

@@ -10,14 +10,16 @@ and says whether it passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from engine_actor import ops
+from engine_actor.core.overlap_policy import Sharing
 from engine_actor.core.plan import OverlapMode
 from engine_actor.work.base import Lane, Work, WorkState
 from engine_actor.work.timing import ClockTimer, EventTimer, Timer
@@ -55,12 +57,26 @@ class Launched:
 
 
 class Pair(Protocol):
-    """Runs the works of one step in two halves; finish() in the order of launch()."""
+    """Runs the works of one step in two halves; finish() in the order of launch().
+
+    mode, max_ctas: how a step with both works is shared where nobody says otherwise. reason: why
+    that is not the mode that was asked for, None where it is.
+    """
 
     mode: OverlapMode
+    max_ctas: int | None
+    reason: str | None
 
-    def launch(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> Launched:
-        """Prepare, launch, join on the device, sample there. The host waits for nothing."""
+    def launch(
+        self,
+        decode: Work | None,
+        prefill: Work | None,
+        attempt: Attempt,
+        sharing: Sharing | None = None,
+    ) -> Launched:
+        """Prepare, launch, join on the device, sample there. The host waits for nothing. `sharing`:
+        what the plan says; a pair that knows only one mode takes no more than max_ctas from it.
+        """
         ...
 
     def finish(self, launched: Launched, attempt: Attempt) -> None:
@@ -95,24 +111,33 @@ class SerialPair:
     """Decode, then prefill: the CPU, and the device with the overlap switched off."""
 
     mode = OverlapMode.SERIAL
+    max_ctas: int | None = None
+    reason: str | None = None
 
     def __init__(self, device: torch.device) -> None:
         self.lane: Lane = CallerLane(device)
         self._device = device
 
-    def launch(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> Launched:
+    def launch(
+        self,
+        decode: Work | None,
+        prefill: Work | None,
+        attempt: Attempt,
+        sharing: Sharing | None = None,
+    ) -> Launched:
         works = tuple(work for work in (decode, prefill) if work is not None)
         ready = [work for work in works if attempt(work, work.prepare)]
         running = [work for work in ready if attempt(work, partial(work.launch, self.lane))]
         # One stream: what it samples comes after what it computes, without a fence.
         for work in running:
             attempt(work, work.sample)
-        return Launched(works, self._fence())
+        return Launched(works, self.fence())
 
     def finish(self, launched: Launched, attempt: Attempt) -> None:
         finish_in_order(launched, attempt)
 
-    def _fence(self) -> Fence:
+    def fence(self) -> Fence:
+        """This point of the current stream."""
         if self._device.type != "cuda":
             return NoFence()
         return torch.cuda.current_stream(self._device).record_event()
@@ -129,6 +154,10 @@ class StreamApi(Protocol[S]):
 
     def entered(self, stream: S) -> AbstractContextManager[object]: ...
 
+    def limited(self, max_ctas: int) -> AbstractContextManager[object]:
+        """Inside, what is launched leaves all but so many multiprocessors free, where it can."""
+        ...
+
     def new_timer(self) -> Timer: ...
 
 
@@ -142,6 +171,10 @@ class CudaStreams:
         """A stream of its own; decode gets the high priority, so that a prompt cannot stall it."""
         return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)
 
+    def foreign_stream(self, handle: int) -> torch.cuda.ExternalStream:
+        """A stream that the driver made, by its handle."""
+        return torch.cuda.ExternalStream(handle, self._device)
+
     def current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
@@ -153,6 +186,9 @@ class CudaStreams:
 
     def entered(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
+
+    def limited(self, max_ctas: int) -> AbstractContextManager[object]:
+        return ops.limit_multiprocessors(max_ctas)
 
     def new_timer(self) -> Timer:
         return EventTimer()
@@ -175,26 +211,63 @@ class StreamLane(Generic[S]):
         return self._api.new_timer()
 
 
+class LimitedLane(Generic[S]):
+    """A lane whose products of many rows leave multiprocessors free. The limit is read by the host
+    as it launches, so nothing that another lane launches is held back by it.
+    """
+
+    def __init__(self, lane: StreamLane[S], api: StreamApi[S], max_ctas: int) -> None:
+        self._lane = lane
+        self._api = api
+        self._max_ctas = max_ctas
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with self._lane.entered(), self._api.limited(self._max_ctas):
+            yield
+
+    def new_timer(self) -> Timer:
+        return self._lane.new_timer()
+
+
 class StreamPair(Generic[S]):
     """Decode and prefill of one step on two streams. A step with one work runs on the caller's."""
 
-    mode = OverlapMode.TWO_STREAMS
+    reason: str | None = None
 
     def __init__(
-        self, api: StreamApi[S], decode_stream: S, prefill_stream: S, serial: SerialPair
+        self,
+        api: StreamApi[S],
+        decode_stream: S,
+        prefill_stream: S,
+        serial: SerialPair,
+        mode: OverlapMode = OverlapMode.TWO_STREAMS,
+        max_ctas: int | None = None,
     ) -> None:
+        self.mode = mode
+        self.max_ctas = max_ctas
         self._api = api
         self._decode = StreamLane(api, decode_stream)
         self._prefill = StreamLane(api, prefill_stream)
         self._serial = serial
 
-    def launch(self, decode: Work | None, prefill: Work | None, attempt: Attempt) -> Launched:
+    def launch(
+        self,
+        decode: Work | None,
+        prefill: Work | None,
+        attempt: Attempt,
+        sharing: Sharing | None = None,
+    ) -> Launched:
         if decode is None or prefill is None:
             return self._serial.launch(decode, prefill, attempt)
+        max_ctas = self.max_ctas if sharing is None else sharing.max_ctas
+        lane: Lane = self._prefill
+        if max_ctas is not None:
+            lane = LimitedLane(self._prefill, self._api, max_ctas)
         ready = [attempt(decode, decode.prepare), attempt(prefill, prefill.prepare)]
         launched = [
             ready[0] and attempt(decode, partial(decode.launch, self._decode)),
-            ready[1] and attempt(prefill, partial(prefill.launch, self._prefill)),
+            ready[1] and attempt(prefill, partial(prefill.launch, lane)),
         ]
         current = self._api.current()
         self.join(current)
@@ -212,12 +285,3 @@ class StreamPair(Generic[S]):
         hold even when a launch failed half way: its kernels may still be writing."""
         self._api.wait(current, self._prefill.stream)
         self._api.wait(current, self._decode.stream)
-
-
-def make_pair(device: torch.device, overlap: bool) -> SerialPair | StreamPair[torch.cuda.Stream]:
-    """The pair for this device: two streams on CUDA with the switch on, else serial."""
-    serial = SerialPair(device)
-    if device.type != "cuda" or not overlap:
-        return serial
-    api = CudaStreams(device)
-    return StreamPair(api, api.new_stream(True), api.new_stream(False), serial)

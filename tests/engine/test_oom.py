@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from configs.schema import FaultRule
+from engine_actor.core.overlap_policy import OverlapPolicy
 from engine_actor.core.plan import StepPlan
 from engine_actor.core.sequence import SeqState
 from engine_actor.engine import Engine
@@ -124,8 +125,8 @@ def test_always_ends_the_youngest_of_the_lowest_priority_until_the_rest_pass(see
     plan, step = scene.engine.scheduler.plan, scene.driver.step
     starved: list[int] = []
 
-    def watched_plan() -> StepPlan:
-        made = plan()
+    def watched_plan(policy: OverlapPolicy) -> StepPlan:
+        made = plan(policy)
         starved[:] = [part.key[1] for part in (*made.prefill, *made.decode)]
         return made
 

@@ -2,115 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-
 import pytest
 import torch
 
 from engine_actor.core.plan import OverlapMode
-from engine_actor.work.base import Lane, Work, WorkResult, WorkState
-from engine_actor.work.streams import Pair, SerialPair, StreamPair, make_pair
-from engine_actor.work.timing import ClockTimer, EventTimer, Timer, intersection
+from engine_actor.work.sharing import share_device
+from engine_actor.work.streams import SerialPair, StreamPair
+from engine_actor.work.timing import ClockTimer, EventTimer, intersection
+from tests.work.recorded import VERBS, RecordedStreams, attempt, run, works
 
 CPU = torch.device("cpu")
-VERBS = ("prepare", "launch", "sample", "finish")
-
-
-class RecordedWork(Work):
-    """Writes down its verbs; `broken` ones raise."""
-
-    def __init__(self, name: str, log: list[str], broken: str = "") -> None:
-        self.kind = name
-        self._log = log
-        self._broken = broken
-
-    def prepare(self) -> None:
-        self._do("prepare")
-
-    def launch(self, lane: Lane) -> None:
-        with lane.entered():
-            lane.new_timer().start()
-            self._do("launch")
-
-    def sample(self) -> None:
-        self._do("sample")
-        self.state = WorkState.SAMPLED
-
-    def finish(self) -> WorkResult:
-        self._do("finish")
-        return WorkResult()
-
-    def _do(self, verb: str) -> None:
-        self._log.append(f"{self.kind}.{verb}")
-        if verb == self._broken:
-            raise MemoryError(verb)
-
-    keys = rows = sampled = blocks_needed = property(lambda self: 0)  # type: ignore[assignment]
-    halves = without = _build = _forward = _report = _blocks_end = lambda self: None  # type: ignore
-
-
-class RecordedFence:
-    """The host's wait for a point in a stream."""
-
-    def __init__(self, log: list[str], stream: str) -> None:
-        self._log = log
-        self._stream = stream
-
-    def synchronize(self) -> None:
-        self._log.append(f"host waits for {self._stream}")
-
-
-class RecordedStreams:
-    """StreamApi whose streams are names."""
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def current(self) -> str:
-        return "default"
-
-    def wait(self, waiter: str, awaited: str) -> None:
-        self._log.append(f"{waiter} waits for {awaited}")
-
-    def record(self, stream: str) -> RecordedFence:
-        self._log.append(f"record {stream}")
-        return RecordedFence(self._log, stream)
-
-    def entered(self, stream: str) -> AbstractContextManager[object]:
-        @contextmanager
-        def inside() -> Iterator[None]:
-            self._log.append(f"enter {stream}")
-            yield
-            self._log.append(f"leave {stream}")
-
-        return inside()
-
-    def new_timer(self) -> Timer:
-        return ClockTimer()
-
-
-def attempt(work: Work, verb: Callable[[], object]) -> bool:
-    try:
-        verb()
-    except MemoryError:
-        return False
-    return True
 
 
 def stream_pair(log: list[str]) -> StreamPair[str]:
     return StreamPair(RecordedStreams(log), "fast", "slow", SerialPair(CPU))
-
-
-def works(log: list[str], decode: str = "", prefill: str = "") -> tuple[Work, Work]:
-    return RecordedWork("decode", log, decode), RecordedWork("prefill", log, prefill)
-
-
-def run(pair: Pair, decode: Work | None, prefill: Work | None) -> bool:
-    """Both halves. True where the works ran on two streams."""
-    launched = pair.launch(decode, prefill, attempt)
-    pair.finish(launched, attempt)
-    return launched.overlapped
 
 
 def test_serial_is_decode_then_prefill_in_the_same_three_verbs() -> None:
@@ -211,13 +116,13 @@ def test_a_launch_that_fails_half_way_is_still_joined() -> None:
 
 
 def test_the_cpu_is_serial_whatever_the_switch() -> None:
-    for overlap in (True, False):
-        assert make_pair(CPU, overlap).mode is OverlapMode.SERIAL
+    for wanted in (OverlapMode.SERIAL, OverlapMode.TWO_STREAMS):
+        assert share_device(CPU, wanted).mode is OverlapMode.SERIAL
 
 
 def test_the_switch_off_is_serial_on_a_device_too() -> None:
     """S-57: enable_prefill_decode_overlap: false."""
-    assert make_pair(torch.device("cuda"), overlap=False).mode is OverlapMode.SERIAL
+    assert share_device(torch.device("cuda"), OverlapMode.SERIAL).mode is OverlapMode.SERIAL
 
 
 def test_a_clock_timer_that_never_ran_has_no_time() -> None:
