@@ -5,7 +5,8 @@
 
 Start the server first, with the model and settings given here. Each repetition sends the same
 requests to an engine in this process and to the server, one path idle while the other works; the
-overhead is the difference of the two medians inside a repetition.
+overhead is the difference of the two medians inside a repetition. The model's tokens must be text:
+one that ends inside a character is held back by the server and would be timed with the next.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from results import make_record, make_row, write_record
 from sse_client import StreamRecord, stream_completion
 
 METRICS = ("ttft", "itl")
+LEAST_HEARD = 0.9
+"""Share of the tokens that must arrive one by one, so that a gap is a step."""
 LIMITS_S = {"ttft": 0.005, "itl": 0.001}
 """What the project allows itself to add at the median."""
 
@@ -92,6 +95,18 @@ async def through_http(
     return records
 
 
+def heard_one_by_one(
+    runs: Sequence[dict[str, list[StreamRecord]]], args: argparse.Namespace
+) -> bool:
+    """False, with a line on stderr, where the server sent several tokens at once too often."""
+    gaps = sum(len(latencies(run["http"])["itl"]) for run in runs)
+    expected = len(runs) * args.requests * (args.max_tokens - 1)
+    if gaps >= LEAST_HEARD * expected:
+        return True
+    print(f"only {gaps} of {expected} tokens came alone: the figures are no steps", file=sys.stderr)
+    return False
+
+
 def measure(
     args: argparse.Namespace,
     paths: dict[str, Callable[[], list[StreamRecord]]],
@@ -137,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_record(
         make_record("serve_overhead", flags | switches | server, rows, args.note), args.output
     )
-    broken = False
+    broken = not heard_one_by_one(runs, args)
     for row in rows:
         line = f"{row['metric']:<14} {row['case']['path']:<14} median {row['median'] * 1e3:8.3f} ms"
         limit = LIMITS_S.get(row["metric"].removesuffix("_overhead"))

@@ -52,3 +52,14 @@ def test_both_paths_take_turns_and_a_failure_ends_the_bench():
     assert len(runs) == 2
     with pytest.raises(RuntimeError, match="http: gone"):
         bench_serve_overhead.measure(args, {"http": lambda: [_stream(0.0, error="gone")]})
+
+
+def test_tokens_that_arrive_together_make_the_bench_say_so(capsys):
+    args = bench_serve_overhead.build_parser().parse_args(
+        ["--output", "x", "--requests", "2", "--max-tokens", "4"]
+    )
+    alone = [_stream(0.0, 1.0, 2.0, 3.0, 4.0), _stream(0.0, 1.0, 2.0, 3.0, 4.0)]
+    merged = [_stream(0.0, 1.0, 2.0, 3.0, 4.0), _stream(0.0, 2.0, 4.0)]
+    assert bench_serve_overhead.heard_one_by_one([{"http": alone}], args)
+    assert not bench_serve_overhead.heard_one_by_one([{"http": merged}], args)
+    assert "only 4 of 6 tokens came alone" in capsys.readouterr().err
