@@ -24,11 +24,20 @@ from engine_actor.facts import EngineFacts
 from engine_actor.load.checkpoint import Checkpoint, open_checkpoint
 from engine_actor.load.progress import Progress, silent
 from engine_actor.load.source import resolve
+from engine_actor.model.card_plan import CardPlan
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.kv_store import kv_bytes_per_block
-from engine_actor.model.memory import MIB, free_bytes, plan_memory
+from engine_actor.model.ledger import MIB
+from engine_actor.model.memory import (
+    card_ledger,
+    card_of,
+    free_bytes,
+    keep_in_one_piece,
+    plan_memory,
+)
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.sampler import Sampler
+from engine_actor.planning import plan_for, render
 from engine_actor.service import EngineService
 from engine_actor.threads import engine_threads, physical_cores
 from engine_actor.work.inputs import build_decode, build_prefill
@@ -61,21 +70,44 @@ def build_engine(args: AppArgs, folder: Path, name: str = "engine-0") -> Engine:
 
 
 def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0") -> Engine:
-    """An engine without a thread around an opened checkpoint. Raises CheckpointError."""
+    """An engine without a thread around an opened checkpoint. Raises CheckpointError, before any
+    weight is read where the card cannot hold what is planned.
+    """
     config = args.engine
     device = choose_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(config.cpu_threads or engine_threads(physical_cores()))
     max_model_len = context_length(args.model, checkpoint)
+    plan = None if device.type == "cpu" else plan_device(args, checkpoint, device)
+    if plan is not None:
+        max_model_len = plan.settings.max_model_len
     runner = _load_runner(checkpoint, config, device)
     runner.prepare_decode(config.max_num_seqs, max_model_len, config.cuda_graphs)
-    facts = _facts(args, checkpoint, runner, max_model_len, name)
+    facts = _facts(args, checkpoint, runner, max_model_len, name, plan)
     sampler = Sampler(runner.vocab_size)
     engine = Engine(config, facts, runner, sampler)
     warm_up(runner, config)
     LOGGER.info("%s serves %s (%s) on %s", name, facts.model, facts.weights, facts.device)
     LOGGER.info("layers: %s", facts.layer_kernels)
     return engine
+
+
+def plan_device(args: AppArgs, checkpoint: Checkpoint, device: torch.device) -> CardPlan:
+    """The plan of a GPU, which is held to it from here on. Raises CheckpointError where it does not
+    fit, naming what would.
+    """
+    keep_in_one_piece()
+    card, held = card_of(device)
+    try:
+        plan = plan_for(args, checkpoint, card, ops.device_info(device).sm, held)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    LOGGER.info("memory plan:\n%s", render(plan))
+    if plan.refusal is not None:
+        instead = f"; would fit: {'; or '.join(plan.instead)}" if plan.instead else ""
+        raise CheckpointError(f"the model does not fit on the card: {plan.refusal}{instead}")
+    card_ledger(device).hold(plan.allowance)
+    return plan
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -150,11 +182,19 @@ def _load_runner(checkpoint: Checkpoint, config: EngineConfig, device: torch.dev
 
 
 def _facts(
-    args: AppArgs, checkpoint: Checkpoint, runner: ModelRunner, max_model_len: int, name: str
+    args: AppArgs,
+    checkpoint: Checkpoint,
+    runner: ModelRunner,
+    max_model_len: int,
+    name: str,
+    plan: CardPlan | None,
 ) -> EngineFacts:
     config, model = args.engine, checkpoint.config
     block_bytes = kv_bytes_per_block(model, runner.kv.dtype, config.kv.block_tokens)
-    blocks = kv_blocks(args, model, runner, block_bytes, max_model_len)
+    if plan is None:
+        blocks = kv_blocks(args, model, runner, block_bytes, max_model_len)
+    else:
+        blocks = _blocks_left(plan, runner)
     return EngineFacts(
         name=name,
         model=served_name(args.model),
@@ -172,7 +212,26 @@ def _facts(
         fingerprint=checkpoint.fingerprint,
         eos_token_ids=tuple(sorted(checkpoint.eos_token_ids)),
         layer_kernels=runner.layer_kernels,
+        kv_moves=runner.kv.why_not_fixed,
+        memory_plan={} if plan is None else plan.as_dict(),
     )
+
+
+def _blocks_left(plan: CardPlan, runner: ModelRunner) -> int:
+    """The planned blocks; fewer where loading took more than was planned."""
+    device = runner.device
+    card_of(device)
+    left = card_ledger(device).free() - sum(part.nbytes for part in plan.parts[1:])
+    if plan.kv_bytes <= left:
+        return plan.kv_blocks
+    blocks = max(1, plan.kv_blocks * max(0, left) // plan.kv_bytes)
+    LOGGER.warning(
+        "loading took %d MiB more than planned: %d KV blocks instead of %d",
+        (plan.kv_bytes - left) // MIB,
+        blocks,
+        plan.kv_blocks,
+    )
+    return blocks
 
 
 def kv_blocks(

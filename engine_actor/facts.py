@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from configs.schema import EngineConfig
 from engine_actor.core.limits import SchedulerLimits
@@ -31,7 +33,10 @@ class EngineFacts:
     fingerprint: str = ""
     eos_token_ids: tuple[int, ...] = ()
     layer_kernels: str = ""
-
+    kv_moves: str | None = None
+    """Why the KV cache may move as it grows; None where it stays at its addresses."""
+    memory_plan: Mapping[str, Any] = field(default_factory=dict)
+    """What was planned before loading, in bytes; empty on a CPU."""
 
 
 def pipeline_depth(config: EngineConfig, device_type: str) -> int:

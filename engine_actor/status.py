@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from engine_actor.core.plan import OverlapMode
 from engine_actor.engine import Engine
 from engine_actor.loop import Heartbeat
+from engine_actor.model.memory import memory_status
 
 
 def engine_status(engine: Engine, epoch: int, heartbeat: Heartbeat, clients: int) -> dict[str, Any]:
@@ -98,6 +101,8 @@ def _memory(engine: Engine) -> dict[str, Any]:
         "kv_budget_bytes": facts.kv_blocks * facts.kv_block_bytes,
         "kv_bytes": engine.elastic.n_blocks * facts.kv_block_bytes,
         "reserve_bytes": engine.config.reserve_memory_mb * 2**20,
+        **memory_status(torch.device(facts.device)),
+        "plan": dict(facts.memory_plan),
         "oom_isolated_total": int(engine.metrics.value("oom_isolated_total")),
         "oom_retries_total": int(engine.metrics.value("oom_retries_total")),
     }
@@ -113,6 +118,8 @@ def _kv(engine: Engine) -> dict[str, Any]:
         "blocks_cached": engine.kv.n_cached,
         "blocks_in_memory": engine.elastic.n_blocks,
         "blocks_budget": engine.facts.kv_blocks,
+        "addresses_fixed": engine.facts.kv_moves is None,
+        "addresses_reason": engine.facts.kv_moves,
     }
 
 

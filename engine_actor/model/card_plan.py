@@ -14,7 +14,7 @@ from typing import Any
 
 from engine_actor.model.ledger import MIB
 
-LATER_BYTES = 64 * MIB
+LATER_BYTES = 160 * MIB
 """Beside what is taken on the card already: kernels and library handles that load with use."""
 LEAST_CONTEXT = 1024
 """Tokens of one sequence that must fit where nobody asked for a context."""

@@ -6,6 +6,7 @@ not the machine's.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from engine_actor.model.card_plan import Card
 from engine_actor.model.kv_store import PoolMaker
 from engine_actor.model.ledger import MIB, CardLedger
 
+LOGGER = logging.getLogger(__name__)
 CPU_SHARE = 2
 """On a CPU the KV cache takes at most one part in so many of what is free: others live here."""
 
@@ -126,6 +128,19 @@ def _container_headroom() -> int:
     except (OSError, ValueError):
         return 1 << 62
     return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+
+
+def keep_in_one_piece() -> None:
+    """Let torch grow one range of addresses for each stream instead of many pieces: weights then
+    lie without gaps (7B: 3,214 MiB taken for 3,207, instead of 3,374), and what a long run has
+    freed is free for any size. To be called before a weight is loaded; a torch or a platform that
+    cannot do it goes on as before.
+    """
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if change is None:
+        LOGGER.info("torch %s has no switch for expandable segments", torch.__version__)
+        return
+    change("expandable_segments:True")
 
 
 def card_of(device: torch.device) -> tuple[Card, int]:

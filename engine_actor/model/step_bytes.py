@@ -28,8 +28,12 @@ HEAD_SLICE_ROWS = 8192
 POSITIONS_AT_ONCE = 1024
 INT8_KEY_BYTES = {"float16": 3, "bfloat16": 11, "float32": 9}
 """Of a gathered INT8 key or value: its code, what it becomes, and what lies between."""
-WORKSPACE_BYTES = {90: 32 * MIB, 0: 8320 * 1024}
-"""cuBLAS's workspace for a stream, by the least compute capability that has it."""
+WORKSPACE_BYTES = {90: 33 * MIB, 0: 9344 * 1024}
+"""Of cuBLAS and cuBLASLt for a stream, by the least compute capability that takes so much."""
+ROUNDING_BYTES = 22 * MIB
+"""torch takes memory in pages of 20 MiB for large tensors and 2 MiB for small ones; the last of a
+stream, and of the graphs, are not full.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,8 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
     yield Part("sampler", sampler_bytes(shape, rows))
     yield Part("position tables", table_bytes(shape.model, settings.max_model_len))
     yield Part("library workspaces", workspace_bytes(shape), f"{shape.streams} streams")
+    pools = shape.streams + shape.graphs
+    yield Part("allocator's pages", pools * ROUNDING_BYTES, f"{pools} pools")
 
 
 def prompt_bytes(shape: StepShape, settings: Settings) -> int:

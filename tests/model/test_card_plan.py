@@ -182,7 +182,7 @@ def test_the_reserve_holds_the_context_and_more_where_others_have_more() -> None
 
 
 def test_a_context_that_nobody_asked_for_is_cut_to_what_fits() -> None:
-    total = 71 * MIB
+    total = LATER_BYTES + 7 * MIB
     cut = planned(total, 2 * MIB, replace(PLAIN, max_model_len=131_072), is_length_asked=False)
     assert cut.refusal is None
     assert LEAST_CONTEXT < cut.settings.max_model_len < 131_072
@@ -193,7 +193,7 @@ def test_a_context_that_nobody_asked_for_is_cut_to_what_fits() -> None:
 
 
 def test_a_model_that_is_too_large_to_load_is_refused() -> None:
-    plan = planned(200 * MIB, 120 * MIB, loading=40 * MIB)
+    plan = planned(LATER_BYTES + 136 * MIB, 120 * MIB, loading=40 * MIB)
     assert plan.refusal == "loading takes 160 MiB, there are 136 MiB for it"
     assert plan.instead == ()
 

@@ -1,0 +1,97 @@
+"""Plans of whole configurations for cards that are not here: 7B on 4 GiB, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from configs.schema import AppArgs
+from engine_actor import build
+from engine_actor.errors import CheckpointError
+from engine_actor.model.card_plan import Card, CardPlan
+from engine_actor.model.kv_store import kv_bytes_per_block
+from engine_actor.model.ledger import MIB
+from engine_actor.planning import plan_for, render
+from random_model import SHAPES, RandomCheckpoint, Shape, random_checkpoint
+
+LARGE_CARD = Card(143_771 * MIB, outside=600 * MIB)
+SMALL_TABLES = replace(SHAPES["7b-mixed"], table_bits=4)
+CPU = torch.device("cpu")
+
+
+def args_of(max_model_len: int | None = None, **engine: Any) -> AppArgs:
+    model = {"path": "random", "max_model_len": max_model_len}
+    return AppArgs.model_validate({"model": model, "engine": engine})
+
+
+def planned(
+    shape: Shape, max_model_len: int | None = None, card: Card = LARGE_CARD, **engine: Any
+) -> CardPlan:
+    settings = {"memory_limit_mb": 4096, "max_num_seqs": 16, "prefill_chunk_tokens": 128} | engine
+    return plan_for(args_of(max_model_len, **settings), random_checkpoint(shape, CPU), card, 86)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_7b_in_4_gib(dtype: str) -> None:
+    """S-41: with the tables in W4 as well there is room for thousands of tokens beside 384 MiB."""
+    plan = planned(SMALL_TABLES, kv={"dtype": dtype})
+    assert plan.refusal is None
+    assert plan.planned <= plan.allowance == (4096 - 384) * MIB
+    assert plan.kv_tokens > (9_000 if dtype == "int8" else 5_000)
+    kv_dtype = torch.int8 if dtype == "int8" else torch.float16
+    config = random_checkpoint(SMALL_TABLES, CPU).config
+    exact = plan.kv_blocks * kv_bytes_per_block(config, kv_dtype, 16)
+    assert exact <= plan.kv_bytes <= exact + 2 * MIB + 256 * 2 * config.n_layers
+
+
+def test_the_limit_plans_as_the_small_card_would() -> None:
+    """The card of a rehearsal has a larger context; the reserve stands for it."""
+    small = planned(SMALL_TABLES, card=Card(4096 * MIB, outside=180 * MIB), memory_limit_mb=None)
+    rehearsed = planned(SMALL_TABLES)
+    assert rehearsed.kv_blocks == small.kv_blocks
+
+
+def test_tables_in_8_bits_leave_no_room_and_the_refusal_says_what_would() -> None:
+    more = {"kv": {"dtype": "int8"}, "max_num_seqs": 4, "memory_limit_mb": 4192}
+    plan = planned(SHAPES["7b-mixed"], **more)
+    assert plan.refusal is not None
+    name, _, value = plan.instead[0].partition(": ")
+    assert name == "engine.prefill_chunk_tokens"
+    assert planned(SHAPES["7b-mixed"], **more, prefill_chunk_tokens=int(value)).refusal is None
+    one_more = planned(SHAPES["7b-mixed"], **more, prefill_chunk_tokens=int(value) + 1)
+    assert one_more.refusal is not None
+
+
+def test_the_table_says_what_it_means() -> None:
+    text = render(planned(SHAPES["3b"], max_model_len=2048))
+    assert "  weights " in text
+    assert "  KV pool " in text
+    assert text.splitlines()[-1].startswith("context 2048 tokens; sequences at once: 16 of that")
+    refused = render(planned(SHAPES["7b"], max_model_len=4096))
+    assert "does not fit: loading takes" in refused
+
+
+def test_nothing_is_loaded_where_the_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unread(RandomCheckpoint):
+        __slots__ = ()
+
+        def weights(self) -> Any:
+            raise AssertionError("a weight was read")
+
+    held: list[int] = []
+    ledger = type("Ledger", (), {"hold": lambda self, cap: held.append(cap)})()
+    monkeypatch.setattr(build, "keep_in_one_piece", lambda: None)
+    monkeypatch.setattr(build, "card_of", lambda device: (LARGE_CARD, 0))
+    monkeypatch.setattr(build, "card_ledger", lambda device: ledger)
+    monkeypatch.setattr(build, "choose_device", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr(
+        build.ops, "device_info", lambda device: build.ops.DeviceInfo("cuda", "a card", sm=86)
+    )
+    found = random_checkpoint(SHAPES["7b"], CPU)
+    fields = {name: getattr(found, name) for name in found.__dataclass_fields__}
+    with pytest.raises(CheckpointError, match="does not fit on the card: loading takes 4381 MiB"):
+        build.engine_around(args_of(memory_limit_mb=4096), Unread(**fields))
+    assert held == []
