@@ -147,7 +147,7 @@ class ModelRunner:
         step = StepTensors(None, None, attend, store)
         hidden = self._embedding(rows.ids)
         hidden = self._decoder.run(hidden, self.kv.layers, step, 0, self.n_layers)
-        out.copy_(self._head(self._decoder.norm(hidden))[:, : self.vocab_size])
+        self._head.into(self._decoder.norm(hidden), out)
 
     def reserve_kv(self, capacity: int) -> None:
         """Choose the addresses of a cache of up to `capacity` blocks, empty where it moves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -18,15 +19,20 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         # Blocks that one capture frees are found again by the next one of the same stream.
         self._stream = torch.cuda.Stream(device)
         self.nbytes = 0
-        """What the captures took of the device: memory of the pool, and the graphs themselves."""
+        """What the living graphs took of the device: memory of the pool, and they themselves."""
 
     def __call__(self, run: Run) -> Run:
         """Record what `run` launches, of which nothing runs now; returns the replay, which queues
         it on torch's current stream. Raises what `run` raises, and the driver's refusals.
         """
+        if not self._graphs:
+            # A pool ends with the last of its graphs; torch takes no capture into it after that.
+            self._pool = torch.cuda.graph_pool_handle()
+            self.nbytes = 0
         before = self._free()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -38,6 +44,7 @@ class CudaCapture:
                 self._abandon(graph)
                 raise
             graph.capture_end()
+        self._graphs.add(graph)
         self.nbytes += max(0, before - self._free())
         return graph.replay
 

@@ -23,7 +23,8 @@ from kernels.linear.strip_few import FewRows
 from kernels.linear.strip_gemm import GemmAmpere
 from kernels.linear.strip_gemm_hopper import GemmHopper
 from kernels.linear.w8_gemv import W8Gemv
-from kernels.linear.weights import LinearFn, Weights, linear_key
+from kernels.linear.w8_rows import W8Rows
+from kernels.linear.weights import LinearFn, Weights, linear_key, write_into
 from kernels.pack.dense_linear import DenseLinear
 from kernels.pack.packed_linear import PackedLinear
 from kernels.spec.device import card_name
@@ -52,6 +53,7 @@ class StripBackend(Protocol):
 
 BACKENDS: tuple[CudaBackend, ...] = (
     W8Gemv(),
+    W8Rows(),
     FewRows(),
     GemmHopper(),
     GemmAmpere(),
@@ -154,12 +156,24 @@ def _by_rows(few: list[LinearFn], many: dict[int, LinearFn]) -> LinearFn:
     """few[m] for m up to FEW_ROWS, above it many[number of bits of m]."""
     if len(set(map(id, (*few, *many.values())))) == 1:
         return few[0]
+    return _ByRows(few, many)
 
-    def run(x: torch.Tensor) -> torch.Tensor:
+
+class _ByRows:
+    """One look-up, then the function of that many rows."""
+
+    def __init__(self, few: list[LinearFn], many: dict[int, LinearFn]) -> None:
+        self._few = few
+        self._many = many
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        return few[rows](x) if rows <= FEW_ROWS else many[rows.bit_length()](x)
+        return self._few[rows](x) if rows <= FEW_ROWS else self._many[rows.bit_length()](x)
 
-    return run
+    def into(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """See weights.write_into."""
+        rows = x.shape[0]
+        write_into(self._few[rows] if rows <= FEW_ROWS else self._many[rows.bit_length()], x, y)
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from kernels.linear.dense import CpuHalf, Dense
 from kernels.linear.exact import ExactTiles
 from kernels.linear.reference import Dequantise, linear_reference
 from kernels.linear.row_policy import RowChoice
-from kernels.linear.weights import LinearFn, Weights, linear_key
+from kernels.linear.weights import LinearFn, Weights, linear_key, write_into
 from kernels.pack.dense_linear import DenseLinear
 from kernels.pack.packed_linear import PackedLinear
 from kernels.spec.op import OpKey, OpSpec
@@ -97,10 +97,17 @@ class Linear:
         return self.packed is not None and self.dense is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x)(x)
+
+    def into(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Write y, contiguous fp32 [M, N]: without a rounded copy in between where a kernel can."""
+        write_into(self._function(x), x, y)
+
+    def _function(self, x: torch.Tensor) -> LinearFn:
         if self.packed is not None and (self.dense is None or x.shape[0] <= self.few_rows):
-            return self.packed(x)
+            return self.packed
         assert self.dense is not None
-        return self.dense(x)
+        return self.dense
 
 
 def prepare_linear(weights: Weights, policy: LinearPolicy) -> Linear:

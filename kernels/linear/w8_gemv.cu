@@ -6,7 +6,8 @@
 //
 // grid (ceil(N / ROWS)), block WARPS * 32. The warps of a block share ROWS = 16 * STRIPS rows and
 // split K between them.
-// -DBF16, -DBATCHES: 8 rows of x each, -DCHUNK=64|32: columns a step, a divisor of the group.
+// -DBF16, -DBATCHES: 8 rows of x each, -DCHUNK=64|32: columns a step, a divisor of the group, -DWIDE:
+// y in fp32, else in the element's type.
 #include "tensor_core.cuh"
 
 constexpr int WARPS = 4;
@@ -15,6 +16,14 @@ constexpr int ROWS = 16 * STRIPS;
 constexpr int MINE = CHUNK / 4;  // columns of a chunk in one lane
 constexpr int STEPS = CHUNK / 16;
 constexpr int AHEAD = 4;  // chunks whose codes are in flight together
+
+#if WIDE
+using result = float;
+__device__ __forceinline__ result to_result(float x) { return x; }
+#else
+using result = element;
+__device__ __forceinline__ result to_result(float x) { return to_element(x); }
+#endif
 
 struct Codes {
     Words<MINE> row[STRIPS][2];
@@ -58,7 +67,7 @@ __device__ __forceinline__ void multiply(const Codes& codes, const Words<2 * MIN
 // bias [rows] or null; y [m, rows]. columns and group are multiples of CHUNK.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
 w8_gemv(const element* x, const signed char* codes, const __half* scales, const element* bias,
-        element* y, int m, int rows, int columns, int group) {
+        result* y, int m, int rows, int columns, int group) {
     __shared__ float joined[WARPS][ROWS][8 * BATCHES + 1];
     allow_next();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, pair = lane % 4;
@@ -135,6 +144,6 @@ w8_gemv(const element* x, const signed char* codes, const __half* scales, const 
         float sum = bias == nullptr ? 0.f : to_float(bias[first_row + of_w]);
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) sum += joined[w][of_w][of_x];
-        y[size_t(of_x) * rows + first_row + of_w] = to_element(sum);
+        y[size_t(of_x) * rows + first_row + of_w] = to_result(sum);
     }
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from kernels.jit.kernel import CudaSource, Kernel, Variant
@@ -18,15 +20,26 @@ CHUNKS = (64, 32)
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 
 
-def variant(bf16: int, batches: int, chunk: int) -> Variant:
-    """The compiled kernel for up to 8 * batches rows and groups that `chunk` divides."""
-    defines = {"BF16": bf16, "BATCHES": batches, "CHUNK": chunk}
+def variant(bf16: int, batches: int, chunk: int, wide: int = 0) -> Variant:
+    """The compiled kernel for up to 8 * batches rows and groups that `chunk` divides. wide: y in
+    fp32.
+    """
+    defines = {"BF16": bf16, "BATCHES": batches, "CHUNK": chunk, "WIDE": wide}
     return Variant(SOURCE, "w8_gemv", defines, max_registers=168, threads=THREADS)
 
 
 SHIPPED = tuple(
-    variant(bf16, batches, chunk) for bf16 in (0, 1) for batches in (1, 2) for chunk in CHUNKS
+    variant(bf16, batches, chunk, wide)
+    for bf16 in (0, 1)
+    for batches in (1, 2)
+    for chunk in CHUNKS
+    for wide in (0, 1)
 )
+
+
+@cache
+def _kernel(bf16: int, batches: int, chunk: int, wide: int) -> Kernel:
+    return variant(bf16, batches, chunk, wide).kernel()
 
 
 def _chunk(k: int, group: int) -> int | None:
@@ -59,38 +72,51 @@ class W8Gemv:
 
     def prepare(self, weights: Weights, dtype: torch.dtype) -> LinearFn:
         assert isinstance(weights, PackedLinear)
-        rows, columns, group = weights.out_features, weights.in_features, weights.group_size
-        chunk = _chunk(columns, group)
+        return W8GemvLinear(weights, dtype)
+
+
+class W8GemvLinear:
+    """A prepared layer. Call it with x [M, K]."""
+
+    def __init__(self, weights: PackedLinear, dtype: torch.dtype) -> None:
+        chunk = _chunk(weights.in_features, weights.group_size)
         assert chunk is not None
-        kernels = [variant(DTYPES[dtype], batches, chunk).kernel() for batches in (1, 2)]
-        many = Dequantise().prepare(weights, dtype)
-        codes, scales = weights.qweight.contiguous(), weights.scales.contiguous()
-        bias = None if weights.bias is None else weights.bias.to(dtype)
-        perm = None if weights.perm is None else weights.perm.long()
+        self._chunk = chunk
+        self._rows, self._group = weights.out_features, weights.group_size
+        self._dtype = dtype
+        self._many = Dequantise().prepare(weights, dtype)
+        self._codes, self._scales = weights.qweight.contiguous(), weights.scales.contiguous()
+        self._bias = None if weights.bias is None else weights.bias.to(dtype)
+        self._perm = None if weights.perm is None else weights.perm.long()
 
-        def run(x: torch.Tensor) -> torch.Tensor:
-            m = x.shape[0]
-            if m > MOST_ROWS:
-                return many(x)
-            x = x.to(dtype)
-            if perm is not None:
-                x = x.index_select(-1, perm)
-            y = torch.empty(m, rows, dtype=dtype, device=x.device)
-            kernel: Kernel = kernels[m > 8]
-            kernel.launch(
-                (-(-rows // ROWS_A_BLOCK), 1, 1),
-                (THREADS, 1, 1),
-                x.contiguous(),
-                codes,
-                scales,
-                bias,
-                y,
-                m,
-                rows,
-                columns,
-                group,
-                launch_dependents=True,
-            )
-            return y
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > MOST_ROWS:
+            return self._many(x)
+        y = torch.empty(x.shape[0], self._rows, dtype=self._dtype, device=x.device)
+        self.into(x, y)
+        return y
 
-        return run
+    def into(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Write y [M, N], contiguous, fp32 or the layer's dtype."""
+        m, columns = x.shape
+        if m > MOST_ROWS:
+            y.copy_(self._many(x))
+            return
+        x = x.to(self._dtype)
+        if self._perm is not None:
+            x = x.index_select(-1, self._perm)
+        wide = int(y.dtype == torch.float32)
+        _kernel(DTYPES[self._dtype], 1 + (m > 8), self._chunk, wide).launch(
+            (-(-self._rows // ROWS_A_BLOCK), 1, 1),
+            (THREADS, 1, 1),
+            x.contiguous(),
+            self._codes,
+            self._scales,
+            self._bias,
+            y,
+            m,
+            self._rows,
+            columns,
+            self._group,
+            launch_dependents=True,
+        )

@@ -19,6 +19,17 @@ LinearFn = Callable[[torch.Tensor], torch.Tensor]
 """x [M, K] -> y [M, N]. Takes any float dtype; each backend says which dtype it returns."""
 
 
+def write_into(run: LinearFn, x: torch.Tensor, y: torch.Tensor) -> None:
+    """run(x) into y, contiguous fp32 [M, N]. A prepared layer that can store its sums as they are
+    says so by a method `into`.
+    """
+    into: Callable[[torch.Tensor, torch.Tensor], None] | None = getattr(run, "into", None)
+    if into is None:
+        y.copy_(run(x))
+    else:
+        into(x, y)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "bfloat16": how OpKey writes dtypes."""
     return str(dtype).removeprefix("torch.")

@@ -204,10 +204,10 @@ def test_what_the_shipped_tables_say(sm: int, rows: int, expect: str) -> None:
 
 
 def test_eight_bits_have_a_way_for_any_rows() -> None:
-    """The head: its own kernel for a few rows, made dense for many."""
+    """The head: kernels of its own for a few rows and for some more, made dense for many."""
     key = replace(KEY, bits=8, group=2048, n=151936)
     names = [choice.backend for _, choice in Cuda().choices(key)]
-    assert names == ["cuda.w8_gemv", "cuda.dequantise_cublas"]
+    assert names == ["cuda.w8_gemv", "cuda.w8_rows", "cuda.dequantise_cublas"]
 
 
 def test_rows_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

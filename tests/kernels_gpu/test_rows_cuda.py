@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,7 +11,8 @@ from kernels.elementwise.cuda import CudaRows
 from kernels.elementwise.embedding import gather_rows_cuda, refuse_gather
 from kernels.elementwise.op import rms_norm_reference, silu_mul_reference
 from kernels.linear.reference import linear_reference
-from kernels.linear.w8_gemv import W8Gemv
+from kernels.linear.w8_gemv import W8Gemv, W8GemvLinear
+from kernels.linear.w8_rows import W8Rows, W8RowsLinear
 from kernels.linear.weights import linear_key
 from kernels.pack.dequantise import gather_rows, pack_codes
 from kernels.pack.packed_linear import PackedLinear
@@ -118,3 +121,38 @@ def test_w8_gemv(rows: int, n: int, k: int, group: int, name: str) -> None:
     # Beyond 16 rows the weights themselves are rounded to the activations' dtype.
     allowed = {"bfloat16": 4e-3, "float16": 5e-4}[name] * (1 if rows <= 16 else 4)
     assert (got.float() - want).abs().max() < allowed * want.abs().max()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(4096, 2048), (37, 64), (515, 3584), (1000, 576)])
+@pytest.mark.parametrize("rows", [1, 17, 24, 32, 33, 64, 65, 130])
+def test_w8_rows(rows: int, n: int, k: int, name: str) -> None:
+    """Ragged N and M, one step and many."""
+    dtype, _ = DTYPES[name]
+    weights, backend = packed(n, k, 8, -1), W8Rows()
+    assert backend.refuse(linear_key(weights, dtype, torch.device("cuda"), exact=False)) is None
+    x = torch.randn(rows, k, device="cuda").to(dtype)
+    got = backend.prepare(weights, dtype)(x)
+    want = linear_reference(x, weights)
+    assert got.dtype == dtype
+    allowed = {"bfloat16": 4e-3, "float16": 5e-4}[name]
+    assert (got.float() - want).abs().max() < allowed * want.abs().max()
+
+
+@pytest.mark.parametrize("backend", [W8Gemv(), W8Rows()])
+@pytest.mark.parametrize("rows", [1, 9, 16, 40])
+def test_8_bit_layers_write_fp32(backend: W8Gemv | W8Rows, rows: int) -> None:
+    """Where it is told to, the sums themselves; in the dtype of x they are rounded."""
+    weights = packed(777, 512, 8, -1)
+    weights = dataclasses.replace(weights, bias=torch.randn(777, device="cuda"))
+    run = backend.prepare(weights, torch.float16)
+    assert isinstance(run, W8GemvLinear | W8RowsLinear)
+    x = torch.randn(rows, 512, device="cuda").half()
+    wide = torch.empty(rows, 777, device="cuda")
+    run.into(x, wide)
+    if backend.name == "cuda.w8_rows" or rows <= 16:
+        assert torch.equal(wide.half(), run(x))
+        want = linear_reference(x, weights)
+        assert (wide - want).abs().max() < 5e-4 * want.abs().max()
+    else:
+        assert torch.equal(wide, run(x).float())
