@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 from kernels.jit import driver
 from kernels.jit.driver import LaunchError
@@ -45,14 +46,15 @@ class Partition:
     multiprocessors: int
 
 
+@cache
 def split_card(
     device: int, first: int, priorities: tuple[int, int] = (0, 0)
 ) -> tuple[Partition, Partition]:
     """A partition of at least `first` multiprocessors, and one of all the others.
 
     The driver rounds up to what the card can split, eight on Hopper. priorities: of the two
-    streams. Contexts and streams live as long as the process: torch may still hold memory by
-    stream. Raises GreenContextRefused.
+    streams. Contexts and streams live as long as the process, as torch holds memory by stream; so
+    the same split is made once. Raises GreenContextRefused.
     """
     library = _library()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,13 @@ from kernels.jit.driver import LaunchError
 from kernels.jit.green_contexts import GreenContextRefused, Partition, split_card
 
 COUNT_AT = 96
+
+
+@pytest.fixture(autouse=True)
+def _no_split_is_remembered() -> Iterator[None]:
+    split_card.cache_clear()
+    yield
+    split_card.cache_clear()
 
 
 class CardOf132:
@@ -88,6 +96,8 @@ def test_a_card_is_split_into_what_was_asked_for_and_the_rest(
     assert isinstance(few, Partition)
     assert card.log.count("cuGreenCtxCreate") == 2
     assert card.log.count("cuGreenCtxStreamCreate") == 2
+    assert split_card(0, 30) == (few, many)
+    assert card.log.count("cuGreenCtxCreate") == 2
 
 
 @pytest.mark.parametrize("first", [0, -1, 132, 200])

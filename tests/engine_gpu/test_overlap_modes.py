@@ -1,0 +1,139 @@
+"""The five ways to share the card on a GPU: the serial twin's tokens, right counters, refusals.
+
+decisions.md sections 1 and 3. The tiny model's best two logits lie far apart, so even the mixed
+forward, which multiplies in other kernels, gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from configs.schema import FaultRule
+from engine_actor import ops
+from engine_actor.core.plan import OverlapMode
+from engine_actor.engine import Engine
+from engine_actor.loop import Heartbeat
+from engine_actor.status import engine_status
+from tests.engine.driver import Driver
+from tests.engine.real_engine import Loaded, texts
+
+pytestmark = pytest.mark.gpu
+
+BEAT = Heartbeat(alive=True, busy_seconds=0.0, steps=3, fatal=None)
+CHUNK = 16
+STREAMS = (OverlapMode.TWO_STREAMS, OverlapMode.TWO_STREAMS_CAPPED, OverlapMode.GREEN)
+COUNTERS = (
+    "prefill_steps_total",
+    "prefill_decode_overlap_steps",
+    "prefill_decode_stream_overlap_steps",
+    "prefill_decode_mixed_forward_steps",
+)
+
+
+def engine_of(loaded: Loaded, mode: OverlapMode, **config: Any) -> Engine:
+    settings: dict[str, Any] = {"prefill_chunk_tokens": CHUNK, "overlap_mode": mode.value}
+    return loaded.engine(**(settings | config))
+
+
+def prompts(n: int) -> list[list[int]]:
+    draw = random.Random(11)
+    return [[draw.randrange(3, 270) for _ in range(draw.randint(1, 90))] for _ in range(n)]
+
+
+def short_stream_and_long_prompt(engine: Engine) -> Driver:
+    """One prefill step for a stream that then decodes, eleven for a prompt that comes in beside."""
+    driver = Driver(engine)
+    driver.submit(0, range(3, 3 + CHUNK), max_tokens=60, ignore_eos=True)
+    while not driver.tokens(0):
+        driver.step()
+    driver.submit(1, range(5, 5 + 11 * CHUNK), max_tokens=8, ignore_eos=True)
+    driver.run()
+    driver.assert_all_free()
+    return driver
+
+
+@pytest.mark.parametrize("mode", OverlapMode)
+def test_each_mode_counts_as_what_it_is(on_gpu: Loaded, mode: OverlapMode) -> None:
+    engine = engine_of(on_gpu, mode)
+    driver = short_stream_and_long_prompt(engine)
+    seen = [engine.metrics.value(name) for name in COUNTERS]
+    both = 11
+    streams = both if mode in STREAMS else 0
+    mixed = both if mode is OverlapMode.MIXED else 0
+    assert seen == [12, both, streams, mixed]
+    assert engine.metrics.value("prefill_decode_overlap_mode_steps", mode.value) == both
+    overlapped = engine.metrics.value("prefill_decode_overlapped_seconds")
+    assert (overlapped > 0) is (mode in STREAMS)
+    status = engine_status(engine, 1, BEAT, 0)
+    assert status["overlap_mode_effective"] == mode.value
+    assert status["prefill_decode_overlap_reason"] is None
+    twin = short_stream_and_long_prompt(engine_of(on_gpu, OverlapMode.SERIAL))
+    assert [driver.tokens(rid) for rid in (0, 1)] == [twin.tokens(rid) for rid in (0, 1)]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in OverlapMode if mode is not OverlapMode.SERIAL])
+@pytest.mark.parametrize("chunk", [CHUNK, 100])
+def test_the_serial_twins_tokens_in_any_crowd(
+    on_gpu: Loaded, mode: OverlapMode, chunk: int
+) -> None:
+    crowd = prompts(16)
+    for sampling in ({}, {"temperature": 0.9, "seed": 7, "top_p": 0.9}):
+        serial, shared = (
+            texts(engine_of(on_gpu, each, prefill_chunk_tokens=chunk), crowd, 24, **sampling)
+            for each in (OverlapMode.SERIAL, mode)
+        )
+        assert shared == serial
+
+
+@pytest.mark.parametrize("mode", OverlapMode)
+def test_the_synchronising_twin_gives_the_same_tokens(on_gpu: Loaded, mode: OverlapMode) -> None:
+    crowd = prompts(8)
+    ahead, twin = (
+        texts(engine_of(on_gpu, mode, async_steps=switch), crowd, 16) for switch in (True, False)
+    )
+    assert ahead == twin
+
+
+@pytest.mark.parametrize("mode", OverlapMode)
+@pytest.mark.parametrize("stage", ["prepare", "launch", "finish"])
+def test_a_passing_fault_changes_no_token(on_gpu: Loaded, mode: OverlapMode, stage: str) -> None:
+    """S-42: in whichever way the works were launched, they are tried again apart."""
+    crowd = prompts(8)
+    right = texts(engine_of(on_gpu, OverlapMode.SERIAL), crowd, 12)
+    fault = FaultRule(stage=stage, min_rows=CHUNK, times=2)  # type: ignore[arg-type]
+    engine = engine_of(on_gpu, mode, faults=(fault,))
+    assert texts(engine, crowd, 12) == right
+    assert engine.metrics.value("oom_retries_total") > 0
+
+
+def test_green_partitions_are_what_status_says(on_gpu: Loaded) -> None:
+    engine = engine_of(on_gpu, OverlapMode.GREEN, overlap_max_ctas=100)
+    assert engine.pair.max_ctas is not None
+    assert 84 <= engine.pair.max_ctas <= 100
+    assert engine_status(engine, 1, BEAT, 0)["overlap_max_ctas"] == engine.pair.max_ctas
+
+
+def test_refused_green_contexts_are_two_streams_with_the_reason(
+    on_gpu: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More multiprocessors for the prefill than the card has: the real call's own refusal."""
+    engine = engine_of(on_gpu, OverlapMode.GREEN, overlap_max_ctas=100_000)
+    status = engine_status(engine, 1, BEAT, 0)
+    assert status["overlap_mode"] == "green"
+    assert status["overlap_mode_effective"] == "two_streams"
+    assert "nothing to split" in status["prefill_decode_overlap_reason"]
+
+    def old_driver(*arguments: object) -> None:
+        raise ops.GreenContextRefused("the driver is older than CUDA 12.4: no cuGreenCtxCreate")
+
+    monkeypatch.setattr(ops, "split_card", old_driver)
+    engine = engine_of(on_gpu, OverlapMode.GREEN)
+    driver = short_stream_and_long_prompt(engine)
+    assert engine.metrics.value("prefill_decode_stream_overlap_steps") == 11
+    assert len(driver.tokens(1)) == 8
+    assert (
+        "older than CUDA 12.4" in engine_status(engine, 1, BEAT, 0)["prefill_decode_overlap_reason"]
+    )
