@@ -19,6 +19,7 @@ from configs.schema import AppArgs
 from cpu_peers import Prompts
 from engine_actor.build import build_engine
 from engine_actor.core.params import SamplingParams
+from engine_actor.core.plan import TokenLogprobs
 from engine_actor.engine import Engine
 from engine_actor.events import StepEvents
 from engine_actor.load.checkpoint import open_checkpoint
@@ -47,6 +48,7 @@ class Request:
     sent: float
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     end: Flag | None = None
     code: str | None = None
 
@@ -121,6 +123,7 @@ class EngineRun:
             if request.end is not None:
                 raise BenchError(f"request {event.rid} was told more after its end")
             request.tokens += event.tokens
+            request.logprobs += event.extra.logprobs
             request.times += [now] * len(event.tokens)
             if event.flag not in UNFINISHED:
                 request.end = event.flag

@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""A model on a card that hardly holds it: contexts, streams, chunks and KV types under a hard cap.
+
+    scripts/bench_memory_sweep.py --checkpoint random:7b-mixed --memory-limit-mb 4096 \\
+        --output docs/results/memory_sweep_7b.json
+
+A cell is a context and a number of streams that the memory plan says fit, and last, for each number
+of streams, the longest context that the plan predicts: all must run at once, and with one block
+more for each they must not. Every cell's texts are compared with the same prompts alone. Exit code
+1 where anything crashed, differed or was predicted wrong; cells whose repetitions differ by more
+than a tenth of their median are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench_paged_scheduler import numbers, require_whole
+from engine_runs import EngineRun, Request, add_model_flags, engine_of, switches_of
+from results import make_record, make_row, percentile, write_record
+from same_texts import Comparison, compare
+
+SPREAD = 0.10
+"""How far a repetition may lie from its cell's median."""
+SLOWER = 0.10
+"""How much slower the last quarter of the steady run may be than the first."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag; all of them end in the result's switches."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model_flags(parser, default="random:7b-mixed")
+    parser.add_argument("--output", type=Path, required=True, help="result file (JSON)")
+    parser.add_argument("--memory-limit-mb", type=int, default=4096, help="0: the card's own")
+    parser.add_argument("--reserve-memory-mb", type=int, default=384)
+    parser.add_argument("--contexts", type=numbers, default=[128, 256, 512], help="tokens")
+    parser.add_argument("--concurrency", type=numbers, default=[1, 2, 4])
+    parser.add_argument("--chunk-sizes", type=numbers, default=[32, 128])
+    parser.add_argument("--kv-dtypes", nargs="+", default=["auto", "int8"])
+    parser.add_argument("--out", type=int, default=32, help="tokens of each text")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steady-seconds", type=float, default=480.0, help="one cell, on and on")
+    parser.add_argument("--note", action="append", default=[], help="kept in the result")
+    return parser
+
+
+@dataclass
+class Sweep:
+    """All cells of one engine. `wrong`: what must not be; `uneven`: cells that miss the spread."""
+
+    run: EngineRun
+    args: argparse.Namespace
+    case: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    uneven: list[str] = field(default_factory=list)
+    compared: Comparison = field(default_factory=Comparison)
+
+    def go(self) -> None:
+        """Every cell that the plan says fits, then its edges."""
+        for streams in self.args.concurrency:
+            longest = self.longest(streams)
+            contexts = [context for context in self.args.contexts if context < longest]
+            for context in [*contexts, longest]:
+                if context <= self.args.out:
+                    self.wrong.append(f"{self.name(longest, streams)}: nothing fits")
+                    continue
+                self.cell(context, streams)
+            self.beyond(longest, streams)
+
+    def longest(self, streams: int) -> int:
+        """Tokens that each of so many streams may have: what the plan predicts."""
+        facts, block_tokens = self.run.engine.facts, self.run.engine.kv.block_tokens
+        return min(facts.max_model_len, facts.kv_blocks // streams * block_tokens)
+
+    def name(self, context: int, streams: int) -> str:
+        shown = ", ".join(f"{key} {value}" for key, value in self.case.items())
+        return f"{shown}, {streams} x {context} tokens"
+
+    def cell(self, context: int, streams: int) -> None:
+        """Repetitions of one cell, and its texts beside the same prompts alone."""
+        name, run = self.name(context, streams), self.run
+        prompts = [run.prompt(context - self.args.out) for _ in range(streams)]
+        before = run.engine.scheduler.stats.preemptions
+        rates, tpots = [], []
+        if not ran_together(self.texts(prompts)):  # which warms the cell up
+            self.wrong.append(f"{name}: waited for memory where the plan says it fits")
+        for _ in range(self.args.repeats):
+            rate, tpot = self.together(prompts)
+            rates.append(rate)
+            tpots.append(tpot)
+        preempted = run.engine.scheduler.stats.preemptions - before
+        if preempted:
+            self.wrong.append(f"{name}: {preempted} preemptions where the plan says it fits")
+        case = self.case | {"context": context, "streams": streams}
+        for metric, unit, values in (
+            ("tokens_per_second", "tokens/s", rates),
+            ("tpot_p95_s", "s", tpots),
+        ):
+            row = make_row(case, metric, unit, values, 1)
+            self.rows.append(row)
+            if spread(values) > SPREAD:
+                self.uneven.append(f"{name}: {metric} differs by {spread(values):.0%}")
+        self.compare(name, prompts)
+        print(f"{name}: {percentile(rates, 0.5):.1f} tokens/s", file=sys.stderr, flush=True)
+
+    def together(self, prompts: Sequence[tuple[int, ...]]) -> tuple[float, float]:
+        """(tokens a second of decode, p95 TPOT in seconds) of all prompts at once."""
+        requests = self.texts(prompts)
+        begun = max(request.times[0] for request in requests)
+        end = max(request.times[-1] for request in requests)
+        made = sum(time > begun for request in requests for time in request.times)
+        return made / (end - begun), percentile([request.tpot for request in requests], 0.95)
+
+    def texts(self, prompts: Sequence[tuple[int, ...]], **sampling: Any) -> list[Request]:
+        requests = [self.run.submit(prompt, self.args.out, **sampling) for prompt in prompts]
+        self.run.finish()
+        require_whole(requests, self.args.out)
+        self.run.requests.clear()
+        return requests
+
+    def compare(self, name: str, prompts: Sequence[tuple[int, ...]]) -> None:
+        """Together against each alone; both with the two best logprobs of every token."""
+        together = self.texts(prompts, logprobs=2)
+        alone = [self.texts([prompt], logprobs=2)[0] for prompt in prompts]
+        for ours, reference in zip(together, alone, strict=True):
+            self.compared = compare(self.compared, ours, reference)
+
+    def beyond(self, longest: int, streams: int) -> None:
+        """One block more than predicted for each stream must not fit."""
+        engine = self.run.engine
+        tokens = longest + engine.kv.block_tokens
+        before = engine.scheduler.stats.preemptions
+        prompt = tokens - self.args.out
+        offered = [self.run.offer(prompt, self.args.out) for _ in range(streams)]
+        self.run.finish()
+        self.run.requests.clear()
+        taken = [request for request in offered if request is not None]
+        preempted = engine.scheduler.stats.preemptions - before
+        fits = len(taken) == streams and ran_together(taken) and not preempted
+        if fits and longest < engine.facts.max_model_len:
+            self.wrong.append(f"{self.name(tokens, streams)}: fits, the plan says it does not")
+
+    def steady(self) -> list[float]:
+        """Tokens a second of the largest cell, repeated for the time asked for."""
+        streams = max(self.args.concurrency)
+        context = min(max(self.args.contexts), self.longest(streams))
+        prompts = [self.run.prompt(context - self.args.out) for _ in range(streams)]
+        until, rates = self.run.clock() + self.args.steady_seconds, []
+        while self.run.clock() < until:
+            rates.append(self.together(prompts)[0])
+        if rates:
+            case = self.case | {"context": context, "streams": streams, "steady": True}
+            self.rows.append(make_row(case, "tokens_per_second", "tokens/s", rates, 1))
+        quarter = max(1, len(rates) // 4)
+        if len(rates) >= 4:
+            first, last = (percentile(part, 0.5) for part in (rates[:quarter], rates[-quarter:]))
+            if last < (1 - SLOWER) * first:
+                self.wrong.append(f"{self.name(context, streams)}: {first:.1f} -> {last:.1f}")
+        return rates
+
+
+def ran_together(requests: Sequence[Request]) -> bool:
+    """Whether the last of them had its first token before any had its last."""
+    return max(each.times[0] for each in requests) <= min(each.times[-1] for each in requests)
+
+
+def spread(values: Sequence[float]) -> float:
+    """The largest distance from the median, as a share of it."""
+    median = percentile(values, 0.5)
+    return max(abs(value - median) for value in values) / median
+
+
+def settings_of_cell(args: argparse.Namespace, kv_dtype: str, chunk: int) -> dict[str, Any]:
+    """The engine's settings; no prefix cache, which would answer for a repeated prompt."""
+    return {
+        "memory_limit_mb": args.memory_limit_mb or None,
+        "reserve_memory_mb": args.reserve_memory_mb,
+        "prefill_chunk_tokens": chunk,
+        "max_num_seqs": max(args.concurrency),
+        "max_partial_prefills": max(args.concurrency),
+        "kv": {"dtype": kv_dtype, "prefix_cache": False},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Sweep, print, write; 1 where something is wrong."""
+    args = build_parser().parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    uneven: list[str] = []
+    plans: dict[str, int] = {}
+    compared = Comparison()
+    cells = [(dtype, chunk) for dtype in args.kv_dtypes for chunk in args.chunk_sizes]
+    for index, (dtype, chunk) in enumerate(cells):
+        engine = engine_of(args, settings_of_cell(args, dtype, chunk))
+        sweep = Sweep(EngineRun(engine), args, {"kv": dtype, "chunk": chunk}, compared=compared)
+        sweep.go()
+        if index == len(cells) - 1:
+            sweep.steady()
+        compared = sweep.compared
+        rows, wrong, uneven = rows + sweep.rows, wrong + sweep.wrong, uneven + sweep.uneven
+        plans[f"kv {dtype}, chunk {chunk}"] = engine.facts.kv_blocks
+        switches = switches_of(args, engine)
+        del sweep, engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    wrong += compared.wrong()
+    switches |= {"kv_blocks": plans, "texts": compared.as_dict(), "wrong": wrong, "uneven": uneven}
+    write_record(make_record("memory_sweep", switches, rows, args.note), args.output)
+    print("\n".join([str(compared), *uneven, *(f"WRONG {line}" for line in wrong)]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The sweep of a nearly full card: predictions are tried at their edge, texts are those of a prompt
+alone but for near ties (S-104, S-114)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import bench_memory_sweep
+from bench_memory_sweep import ran_together, settings_of_cell, spread
+from engine_actor.core.plan import TokenLogprobs
+from engine_runs import Request
+from results import validate
+from same_texts import Comparison, compare
+
+SIZE = "--contexts 48 --concurrency 1,2 --chunk-sizes 32 --kv-dtypes auto --out 20 --repeats 2"
+ARGS = ["--checkpoint", "random:tiny", "--device", "cpu", "--memory-limit-mb", "0"]
+ARGS += ["--set", "kv.budget_mb=1", "--set", "cpu_threads=1", "--steady-seconds", "0"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_cells_run_up_to_the_edge_that_the_plan_predicts(tmp_path, capsys):
+    out = tmp_path / "sweep.json"
+    assert bench_memory_sweep.main([*ARGS, *SIZE.split(), "--output", str(out)]) == 0
+    record = json.loads(out.read_text())
+    validate(record)
+    blocks = record["switches"]["kv_blocks"]["kv auto, chunk 32"]
+    contexts = {(row["case"]["streams"], row["case"]["context"]) for row in record["rows"]}
+    assert contexts == {(1, 48), (1, 16 * blocks), (2, 48), (2, 16 * (blocks // 2))}
+    assert record["switches"]["texts"]["texts"] == 6
+    assert record["switches"]["wrong"] == []
+    assert capsys.readouterr().out.startswith("6 of 6 texts equal those alone")
+
+
+def test_a_pool_larger_than_the_plan_says_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        bench_memory_sweep.Sweep, "longest", lambda self, streams: 512 // streams, raising=True
+    )
+    argv = [*ARGS, *SIZE.split(), "--output", str(tmp_path / "x.json")]
+    assert bench_memory_sweep.main(argv) == 1
+    said = capsys.readouterr().out
+    assert "WRONG kv auto, chunk 32, 1 x 528 tokens: fits, the plan says it does not" in said
+
+
+def test_the_cap_and_the_reserve_reach_the_engine():
+    args = bench_memory_sweep.build_parser().parse_args(["--output", "x"])
+    settings = settings_of_cell(args, "int8", 64)
+    assert settings["memory_limit_mb"] == 4096
+    assert settings["reserve_memory_mb"] == 384
+    assert settings["kv"] == {"dtype": "int8", "prefix_cache": False}
+    assert settings["max_num_seqs"] == settings["max_partial_prefills"] == 4
+
+
+def test_spread_and_togetherness():
+    assert spread([10.0, 10.0, 12.0]) == pytest.approx(0.2)
+    first, second = Request(1, 4, 0.0, times=[1, 5]), Request(2, 4, 0.0, times=[5, 9])
+    assert ran_together([first, second])
+    second.times = [6, 9]
+    assert not ran_together([first, second])
+
+
+def text(*choices: tuple[int, float]) -> Request:
+    """(token, gap to the second best) of every position."""
+    logprobs = [TokenLogprobs(t, -0.1, ((t, -0.1), (99, -0.1 - gap))) for t, gap in choices]
+    return Request(1, 4, 0.0, tokens=[t for t, _ in choices], logprobs=logprobs)
+
+
+def test_equal_texts_measure_what_rounding_does():
+    found = compare(Comparison(), text((5, 2.0), (6, 1.0)), text((5, 2.02), (6, 1.05)))
+    assert (found.texts, found.positions, found.gaps) == (1, 2, ())
+    assert found.bound == pytest.approx(0.05)
+    assert found.wrong() == []
+
+
+def test_a_first_difference_is_excused_within_the_bound_and_nothing_after_it_counts():
+    many = compare(Comparison(), text(*[(5, 1.0)] * 200), text(*[(5, 1.05)] * 200))
+    tie = compare(many, text((5, 1.0), (7, 0.01), (8, 1.0)), text((5, 1.0), (6, 0.03), (9, 1.0)))
+    assert (tie.positions, tie.gaps) == (202, (pytest.approx(0.03),))
+    assert tie.wrong() == []
+    assert str(tie) == "1 of 2 texts equal those alone, 1 near ties in 202 positions"
+
+
+def test_a_difference_beyond_rounding_and_too_many_ties_are_wrong():
+    apart = compare(Comparison(), text((5, 1.0), (7, 1.0)), text((5, 1.0), (6, 0.5)))
+    assert apart.wrong() == [
+        "a text left the one alone at a gap of 0.5000, rounding moves 0.0010",
+        "1 of 2 positions had to be excused",
+    ]
