@@ -71,9 +71,11 @@ class Pipeline:
         if plan.empty:
             self._end_all_but(0)
             return
+        void: frozenset[Key] = frozenset()
         if self._open and self._reads_open_tokens(plan):
             self._end_all_but(0)
-        step = self._steps.launch(plan)
+            void = self._scheduler.void(plan.step)
+        step = self._steps.launch(plan, void)
         self._open.append(step)
         # What failed is run again in smaller pieces, behind all that came before it; scores of a
         # prompt are computed as the step is finished, and nothing may be launched before them.

@@ -73,9 +73,12 @@ class PinnedStaging:
         memory: memoryview = buffer.numpy().data
         memory[:n_wide] = memoryview(wide).cast("B")
         memory[n_wide : n_wide + n_narrow] = memoryview(narrow).cast("B")
-        there = buffer[: n_wide + n_narrow].to(self._device, non_blocking=True, copy=True)
+        there = self._send(buffer[: n_wide + n_narrow])
         self._copied[index] = self._record()
         return there[:n_wide].view(torch.int64), there[n_wide:].view(torch.int32)
+
+    def _send(self, staged: torch.Tensor) -> torch.Tensor:
+        return staged.to(self._device, non_blocking=True, copy=True)
 
     def _new(self, n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._pin)

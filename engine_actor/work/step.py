@@ -66,12 +66,16 @@ class StepRunner:
         self._victim = victim
         self._n_free = n_free
 
-    def launch(self, plan: StepPlan) -> OpenStep:
-        """Put the step on the device. Raises FatalDeviceError where it is lost."""
+    def launch(self, plan: StepPlan, void: Set[Key] = frozenset()) -> OpenStep:
+        """Put the step on the device, without the sequences in `void`. Raises FatalDeviceError
+        where it is lost."""
         decode = DecodeWork(plan.step, self._context, slots=plan.decode) if plan.decode else None
         prefill = (
             PrefillWork(plan.step, self._context, chunks=plan.prefill) if plan.prefill else None
         )
+        if void:
+            decode = decode and decode.without(void)
+            prefill = prefill and prefill.without(void)
         if decode is not None and prefill is not None:
             # Two works at once may read the same blocks, never write the same sequence's.
             assert not set(decode.keys) & set(prefill.keys), "a sequence is in both works"

@@ -33,6 +33,7 @@ from configs.schema import EngineConfig, KVConfig
 from engine_actor.core.clock import Clock
 from engine_actor.engine import Engine
 from engine_actor.facts import EngineFacts
+from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.model.sampler import Sampler
 from engine_actor.service import EngineService
 from engine_actor.work.inputs import BatchInputs
@@ -62,6 +63,7 @@ class HashRunner:
         self.before_layers: Callable[[BatchInputs], None] = lambda inputs: None
         self.before_logits: Callable[[int], None] = lambda rows: None
         self.launches = 0
+        self.graph_counts = GraphCounts("not on a GPU")
         self.max_blocks: int | None = None
         self._ids = np.full((n_layers, 0), _EMPTY)
         self._positions = np.full((n_layers, 0), _EMPTY)
@@ -213,13 +215,14 @@ def make_engine(
     clock: Clock | None = None,
     pair: Pair | None = None,
     depth: int | None = None,
+    sampler: Sampler | None = None,
     **config: Any,
 ) -> Engine:
     """A plain engine around a runner double; `config` are EngineConfig fields."""
     kv = KVConfig(block_tokens=runner.block_tokens, prefix_cache=prefix_cache)
     facts = make_facts(runner, kv_blocks, max_model_len=max_model_len)
     settings = EngineConfig(kv=kv, **config)
-    sampler = Sampler(runner.vocab_size, base_seed=7)
+    sampler = sampler or Sampler(runner.vocab_size, base_seed=7)
     return Engine(settings, facts, runner, sampler, clock=clock, pair=pair, depth=depth)
 
 
