@@ -62,6 +62,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.facts = facts
+        self.runner = runner
         self.clock = clock or MonotonicClock()
         self.metrics = metrics or Metrics()
         self.draining = False
@@ -291,3 +292,4 @@ class Engine:
     def _gauges(self) -> None:
         stats = self.scheduler.stats
         self._recorder.gauges(stats.running, stats.waiting, self.kv, self.facts.kv_block_bytes)
+        self._recorder.graphs(self.runner.graph_counts)

@@ -6,6 +6,7 @@ from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.metrics import Metrics
 from engine_actor.core.plan import StepOutcome, StepPlan
 from engine_actor.core.sequence import FinishReason, Sequence
+from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.step import StepReport
 
 
@@ -95,3 +96,14 @@ class Recorder:
         metrics.set("kv_blocks_free", kv.n_free)
         metrics.set("kv_blocks_cached", kv.n_cached)
         metrics.set("kv_bytes_total", kv.capacity * block_bytes)
+
+    def graphs(self, counts: GraphCounts) -> None:
+        """What the runner counted so far."""
+        metrics = self.metrics
+        metrics.set("decode_graphs", counts.graphs)
+        metrics.set("decode_graph_bytes", counts.nbytes)
+        for name, total in (
+            ("decode_graph_replays_total", counts.replays),
+            ("decode_graph_failures_total", counts.failures),
+        ):
+            metrics.add(name, max(0.0, total - metrics.value(name)))

@@ -164,6 +164,17 @@ ENGINE_METRICS: tuple[Definition, ...] = (
         "requests",
     ),
     _counter("oom_retries_total", "Works retried smaller after an out-of-memory error", "works"),
+    # decode graphs
+    _gauge(
+        "decode_graphs", "Decode steps captured as CUDA graphs, one a bucket of shapes", "graphs"
+    ),
+    _gauge("decode_graph_bytes", "Device memory that they took", "bytes"),
+    _counter("decode_graph_replays_total", "Decode works that replayed a graph", "works"),
+    _counter(
+        "decode_graph_failures_total",
+        "Captures that failed; the work ran without and its bucket goes on so",
+        "captures",
+    ),
     # clients
     _gauge("clients_attached", "Ingress replicas that hold a lease", "clients"),
     _counter("leases_expired_total", "Clients dropped because they fell silent", "clients"),

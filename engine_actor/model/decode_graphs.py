@@ -17,6 +17,7 @@ import torch
 from engine_actor import ops
 from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
 from engine_actor.model.layers.rope import Rotary
+from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.inputs import BatchInputs
 
 LOGGER = logging.getLogger(__name__)
@@ -34,24 +35,6 @@ class Capture(Protocol):
     nbytes: int
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
-
-
-@dataclass(slots=True)
-class GraphCounts:
-    """What /v1/status and the metrics tell. reason: why nothing is captured, None where it is.
-
-    eager: steps in a bucket without a graph (its first, or after a failed capture). unbucketed:
-    steps that fit no bucket. dropped: graphs given up because the cache moved.
-    """
-
-    reason: str | None = None
-    graphs: int = 0
-    replays: int = 0
-    eager: int = 0
-    unbucketed: int = 0
-    failures: int = 0
-    dropped: int = 0
-    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from engine_actor import ops
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
-from engine_actor.model.decode_graphs import DecodeGraphs, GraphCounts
+from engine_actor.model.decode_graphs import DecodeGraphs
 from engine_actor.model.decoder import Decoder
 from engine_actor.model.graph_capture import CudaCapture
 from engine_actor.model.kv_store import KVStore
@@ -21,6 +21,7 @@ from engine_actor.model.layers.attention import StepTensors
 from engine_actor.model.layers.embed import Embedding
 from engine_actor.model.layers.rope import Rotary
 from engine_actor.model.native_layers import NativeForward
+from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.inputs import BatchInputs
 
 PLANS_KEPT = 4

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from engine_actor.work.inputs import BatchInputs
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """What /v1/status and the metrics tell. reason: why nothing is captured, None where it is.
+
+    eager: steps in a bucket without a graph (its first, or after a failed capture). unbucketed:
+    steps that fit no bucket. dropped: graphs given up because the cache moved.
+    """
+
+    reason: str | None = None
+    graphs: int = 0
+    replays: int = 0
+    eager: int = 0
+    unbucketed: int = 0
+    failures: int = 0
+    dropped: int = 0
+    nbytes: int = 0
 
 
 class Runner(Protocol):
@@ -41,6 +60,11 @@ class Runner(Protocol):
         On a GPU the next call may write its logits over these: whoever reads them does so before
         that, in stream order.
         """
+        ...
+
+    @property
+    def graph_counts(self) -> GraphCounts:
+        """Of the decode steps so far."""
         ...
 
     def reserve_kv(self, capacity: int) -> None:
