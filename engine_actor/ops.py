@@ -65,6 +65,11 @@ from kernels.pack.dense_linear import DenseLinear  # noqa: E402
 from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
 from kernels.pack.int8_kv import Int8KV, empty_int8_kv  # noqa: E402
 from kernels.pack.packed_linear import PackedLinear  # noqa: E402
+from kernels.pack.round_columns import (  # noqa: E402
+    descend_columns,
+    gptq_columns,
+    refuse_round_columns,
+)
 from kernels.spec.device import DeviceInfo, cuda_devices, device_info  # noqa: E402
 from kernels.spec.op import OpKey  # noqa: E402
 from kernels.spec.registry import Verdict, explain  # noqa: E402
@@ -108,6 +113,7 @@ __all__ = [
     "cuda_devices",
     "crossover",
     "dequantise",
+    "descend_columns",
     "fastest_dense",
     "full_bytes",
     "device_info",
@@ -117,6 +123,7 @@ __all__ = [
     "explain_rows",
     "gather_rows",
     "gather_rows_cuda",
+    "gptq_columns",
     "limit_multiprocessors",
     "moved",
     "op_set",
@@ -125,6 +132,7 @@ __all__ = [
     "plan_write",
     "prepare_linear",
     "refuse_native_layers",
+    "refuse_round_columns",
     "refuse_strips",
     "slice_rows",
     "split_card",

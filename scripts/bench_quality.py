@@ -105,10 +105,10 @@ class Bench:
         self._device = torch.device(options.device)
         self._source: Checkpoint = open_checkpoint(resolve(options.model, cache_dir()))
         folder = self._source.folder
-        self._calibration = token_rows(
-            options.calibration, "jargon", folder, options.calibration_rows
-        )
-        self._tuning = token_rows(options.calibration, "jargon", folder, options.tune_rows)
+        most = max(options.calibration_rows, options.tune_rows)
+        text = token_rows(options.calibration, "jargon", folder, most)
+        self._calibration = TokenRows(text.name, text.tokens[: options.calibration_rows])
+        self._tuning = TokenRows(text.name, text.tokens[: options.tune_rows])
         parts = [token_rows(path, "", folder, options.rows) for path in options.text]
         name = " + ".join(part.name for part in parts)
         self._evaluation = TokenRows(name, torch.cat([part.tokens for part in parts]))

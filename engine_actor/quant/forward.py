@@ -23,18 +23,25 @@ PASS_TOKENS = 2048
 BLOCK_TOKENS = 16
 
 
+class PlainLinear:
+    """y = x @ weight.T + bias in fp32; without a weight y = x. Stands in for an ops.Linear."""
+
+    gated = False
+
+    def __init__(self, dense: Dense | None = None) -> None:
+        self._weight = None if dense is None else dense.weight
+        bias = None if dense is None else dense.bias
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._weight is None:
+            return x
+        return torch.nn.functional.linear(x, self._weight, self._bias)
+
+
 def linear(dense: Dense) -> ops.Linear:
     """y = x @ weight.T + bias in fp32."""
-    weight, bias = dense.weight, None if dense.bias is None else dense.bias.float()
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
-
-    return cast(ops.Linear, run)
-
-
-def _untouched(x: torch.Tensor) -> torch.Tensor:
-    return x
+    return cast(ops.Linear, PlainLinear(dense))
 
 
 class LayerForward:
@@ -77,7 +84,7 @@ class LayerForward:
     def _layer(self, norms: dict[str, torch.Tensor], qkv: Dense) -> DecoderLayer:
         linears: dict[str, ops.Linear] = {"qkv": linear(qkv)}
         for name in ("o", "gate_up", "down"):
-            linears[name] = cast(ops.Linear, _untouched)
+            linears[name] = cast(ops.Linear, PlainLinear())
         wide = {name: weight.float() for name, weight in norms.items()}
         return build_layer(self._config, self._ops, linears, wide)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine_actor import ops
 from engine_actor.quant.grid import Grid, Steps, values_of
 
 BLOCK = 128
@@ -114,22 +115,41 @@ def gptq(weight: torch.Tensor, curvature: Curvature, steps: Steps, grid: Grid) -
     scales = scales.t()[order].contiguous()
     offsets = None if offsets is None else offsets.t()[order].contiguous()
     codes = torch.empty_like(rest)
+    round_block = _round_block if ops.refuse_round_columns(weight) else ops.gptq_columns
     for first in range(0, columns, BLOCK):
         last = min(first + BLOCK, columns)
-        block = root[first:last, first:last]
-        errors = torch.empty_like(rest[first:last])
-        for i in range(last - first):
-            k = first + i
-            offset = None if offsets is None else offsets[k]
-            shifted = rest[k] if offset is None else rest[k] - offset
-            code = torch.round(shifted / scales[k]).clamp_(grid.low, grid.high)
-            codes[k] = code
-            error = (rest[k] - values_of(code, scales[k], offset)).div_(block[i, i])
-            errors[i] = error
-            if k + 1 < last:
-                rest[k + 1 : last].addr_(block[i, i + 1 :], error, alpha=-1.0)
+        part = slice(first, last)
+        errors = round_block(
+            rest[part],
+            scales[part],
+            None if offsets is None else offsets[part],
+            root[part, part],
+            codes[part],
+            (grid.low, grid.high),
+        )
         if last < columns:
             rest[last:].addmm_(root[first:last, last:].t(), errors, alpha=-1.0)
     restored = torch.empty_like(codes)
     restored[order] = codes
     return restored.t().contiguous()
+
+
+def _round_block(
+    rest: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    root: torch.Tensor,
+    codes: torch.Tensor,
+    limits: tuple[int, int],
+) -> torch.Tensor:
+    """As ops.gptq_columns, anywhere; `rest` is used up."""
+    errors = torch.empty_like(rest)
+    for k in range(rest.shape[0]):
+        offset = None if offsets is None else offsets[k]
+        shifted = rest[k] if offset is None else rest[k] - offset
+        code = torch.round(shifted / scales[k]).clamp_(*limits)
+        codes[k] = code
+        error = (rest[k] - values_of(code, scales[k], offset)).div_(root[k, k])
+        errors[k] = error
+        rest[k + 1 :].addr_(root[k, k + 1 :], error, alpha=-1.0)
+    return errors

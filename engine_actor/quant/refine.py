@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from engine_actor import ops
 from engine_actor.quant.gptq import BLOCK, Curvature
 from engine_actor.quant.grid import Grid, Steps, half, half_scale, spread, values_of
 
@@ -131,22 +132,33 @@ def descend(
     )
     # slope[k]: the pull on column k, H (w - w') for the columns as they are now.
     slope = hessian @ (weight.t()[order] - rounded)
+    descend_block = _descend_block if ops.refuse_round_columns(weight) else ops.descend_columns
     for first in range(0, columns, BLOCK):
         last = min(first + BLOCK, columns)
-        block = hessian[first:last, first:last]
-        moves = torch.empty_like(slope[first:last])
-        for i in range(last - first):
-            k = first + i
-            wish = slope[k] / (block[i, i] * scales[k])
-            code = torch.round(current[k] + wish).clamp_(grid.low, grid.high)
-            move = (code - current[k]).mul_(scales[k])
-            current[k] = code
-            moves[i] = move
-            slope[first:last].addr_(block[i], move, alpha=-1.0)
-        if first > 0:
-            slope[:first].addmm_(hessian[:first, first:last], moves, alpha=-1.0)
+        part = slice(first, last)
+        limits = (grid.low, grid.high)
+        moves = descend_block(slope[part], scales[part], hessian[part, part], current[part], limits)
         if last < columns:
             slope[last:].addmm_(hessian[last:, first:last], moves, alpha=-1.0)
     restored = torch.empty_like(current)
     restored[order] = current
     return restored.t().contiguous()
+
+
+def _descend_block(
+    slope: torch.Tensor,
+    scales: torch.Tensor,
+    hessian: torch.Tensor,
+    codes: torch.Tensor,
+    limits: tuple[int, int],
+) -> torch.Tensor:
+    """As ops.descend_columns, anywhere; `slope` is used up."""
+    moves = torch.empty_like(slope)
+    for k in range(slope.shape[0]):
+        wish = slope[k] / (hessian[k, k] * scales[k])
+        code = torch.round(codes[k] + wish).clamp_(*limits)
+        move = (code - codes[k]).mul_(scales[k])
+        codes[k] = code
+        moves[k] = move
+        slope[k + 1 :].addr_(hessian[k, k + 1 :], move, alpha=-1.0)
+    return moves

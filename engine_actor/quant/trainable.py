@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from engine_actor.model.config import ModelConfig
-from engine_actor.model.layers.rope import Rotary
 from engine_actor.ops import PackedLinear, dequantise, pack_codes
 from engine_actor.quant.grid import Grid, grouped, half, half_scale
+from engine_actor.quant.plain_decoder import Places, decoder_layer, norm
 from engine_actor.quant.stream import LINEARS
 
 EDGE = 0.49
@@ -119,7 +119,8 @@ class TrainableLinear:
 class TrainableNorm:
     """One norm's weight [size], `change` relative to where it started; kept in its own dtype."""
 
-    def __init__(self, weight: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, device: torch.device) -> None:
+        self._eps = eps
         self._dtype = weight.dtype
         self._start = weight.to(device).float()
         self.change = torch.zeros_like(self._start, requires_grad=True)
@@ -129,10 +130,9 @@ class TrainableNorm:
         wanted = self._start * (1 + self.change)
         return _passed(wanted.detach().to(self._dtype).float(), wanted)
 
-    def __call__(self, x: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMS norm over the last dimension, fp32."""
-        wide = x.float()
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * self.weight()
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension, fp32."""
+        return norm(x, self.weight(), self._eps)
 
     def stored(self) -> torch.Tensor:
         """As it stands now, on the CPU."""
@@ -150,46 +150,25 @@ class TrainableLayer:
         norms: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
+        """source: weights [N, K] before rounding of the linears whose codes are to be trained."""
         self._config = config
         self.linears = {
             short: TrainableLinear(packed[short], source.get(short), device) for short in LINEARS
         }
-        self.norms = {name: TrainableNorm(weight, device) for name, weight in norms.items()}
+        self.norms = {
+            name: TrainableNorm(weight, config.rms_eps, device) for name, weight in norms.items()
+        }
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(kind, leaf) of all that is trained."""
         for one in self.linears.values():
             yield from one.parameters()
-        for norm in self.norms.values():
-            yield "norms", norm.change
+        for each in self.norms.values():
+            yield "norms", each.change
 
-    def __call__(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, hidden_pairs: torch.Tensor
-    ) -> torch.Tensor:
-        """cos, sin [T, 1, head_dim]; hidden_pairs bool [T, T]: which may not be seen."""
-        eps = self._config.rms_eps
-        x = x + self._attention(self.norms["attn_norm"](x, eps), cos, sin, hidden_pairs)
-        gate, up = self.linears["gate_up"](self.norms["mlp_norm"](x, eps)).chunk(2, dim=-1)
-        return x + self.linears["down"](silu(gate) * up)
-
-    def _attention(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, hidden_pairs: torch.Tensor
-    ) -> torch.Tensor:
-        config = self._config
-        queries, kv, size = config.n_heads, config.n_kv_heads, config.head_dim
-        heads = self.linears["qkv"](x).unflatten(-1, (queries + 2 * kv, size))
-        q, k, v = heads.split((queries, kv, kv), dim=2)
-        if config.qk_norm:
-            q = self.norms["q_norm"](q, config.rms_eps)
-            k = self.norms["k_norm"](k, config.rms_eps)
-        q, k = (part * cos + part.roll(size // 2, -1) * sin for part in (q, k))
-        # Plain products: their backward gives the same bits every time, the fused ones' need not.
-        q = q.transpose(1, 2).unflatten(1, (kv, queries // kv))
-        k, v = k.transpose(1, 2).unsqueeze(2), v.transpose(1, 2).unsqueeze(2)
-        scores = (q @ k.transpose(-1, -2)) * size**-0.5
-        weights = scores.float().masked_fill(hidden_pairs, -torch.inf).softmax(-1)
-        seen = (weights.to(v.dtype) @ v).flatten(1, 2).transpose(1, 2).flatten(2)
-        return self.linears["o"](seen)
+    def __call__(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+        """x [S, T, hidden] behind the layer."""
+        return decoder_layer(self._config, self.linears, self.norms, x, places)
 
 
 class TrainableModel:
@@ -199,22 +178,14 @@ class TrainableModel:
         self,
         config: ModelConfig,
         layers: list[TrainableLayer],
-        norm: torch.Tensor,
+        last: torch.Tensor,
         length: int,
         device: torch.device,
     ) -> None:
-        self._config = config
         self._device = device
         self.layers = layers
-        self.norm = TrainableNorm(norm, device)
-        rotary = Rotary(config, device)
-        rotary.reach(length)
-        places = torch.arange(length, device=device)
-        self._cos, self._sin = rotary.at(places, torch.float32)
-        back = places.unsqueeze(1) - places
-        self._hidden_pairs = back < 0
-        if config.sliding_window is not None:
-            self._hidden_pairs |= back >= config.sliding_window
+        self.norm = TrainableNorm(last, config.rms_eps, device)
+        self._places = Places.of(config, length, device)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(kind, leaf) of all that is trained, always in the same order."""
@@ -234,15 +205,9 @@ class TrainableModel:
         with torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda"):
             for layer in self.layers:
                 hidden = checkpoint(
-                    layer,
-                    hidden,
-                    self._cos,
-                    self._sin,
-                    self._hidden_pairs,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
+                    layer, hidden, self._places, use_reentrant=False, preserve_rng_state=False
                 )
-            return self.norm(hidden, self._config.rms_eps)
+            return self.norm(hidden)
 
 
 def divergence(

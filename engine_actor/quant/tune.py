@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,16 +104,28 @@ def tune(
 ) -> Tuned:
     """Train `model` in place. folder: where an unfinished state is kept and looked for."""
     run = _Run(model, target, tuning, folder)
-    before = run.held_out()
-    saved = clock()
-    for step in range(run.restore(), tuning.steps):
-        progress("tune", step, tuning.steps)
-        run.step(step)
-        if clock() - saved >= SAVE_SECONDS:
-            run.save(step + 1)
-            saved = clock()
-    progress("tune", tuning.steps, tuning.steps)
-    return Tuned(before, run.held_out())
+    with _tensor_cores():
+        before = run.held_out()
+        saved = clock()
+        for step in range(run.restore(), tuning.steps):
+            progress("tune", step, tuning.steps)
+            run.step(step)
+            if clock() - saved >= SAVE_SECONDS:
+                run.save(step + 1)
+                saved = clock()
+        progress("tune", tuning.steps, tuning.steps)
+        return Tuned(before, run.held_out())
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """A GPU's products of fp32 numbers by ten bits of mantissa: those of the head, mostly."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def share_of_rate(step: int, steps: int) -> float:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from engine_actor.load.checkpoint import Checkpoint
-from engine_actor.load.formats.base import Weight
 from engine_actor.load.progress import Progress
 from engine_actor.ops import PackedLinear, dequantise
-from engine_actor.quant.evaluate import embed, run_checkpoint
+from engine_actor.quant.evaluate import embed
+from engine_actor.quant.forward import linear
+from engine_actor.quant.plain_decoder import Places, RowsFn, decoder_layer, norm
 from engine_actor.quant.stored_layer import stored_tensors
 from engine_actor.quant.stream import Dense, LayerReader, LayerWeights, as_matrix
 from engine_actor.quant.trainable import TrainableLayer, TrainableModel
@@ -67,19 +68,19 @@ def tune_rounded(
 ) -> TunedLayers:
     """Tune and pack again. folder: of the unfinished conversion."""
     tokens, device = tuning.text.tokens, rounding.device
-    norm = rounding.reader.top("norm")
-    assert isinstance(norm, torch.Tensor)
-    target = _target(rounding, tokens, progress)
+    last = rounding.reader.top("norm")
+    assert isinstance(last, torch.Tensor)
+    target = _target(rounding, tuning, progress)
     trained = []
     for index, (packed, norms) in enumerate(layers):
         source = rounding.reader.layer(index).linears if tuning.codes else {}
         weights = {name: one.weight for name, one in source.items()}
         trained.append(TrainableLayer(rounding.source.config, packed, weights, norms, device))
-    model = TrainableModel(rounding.source.config, trained, norm, tokens.shape[1], device)
+    model = TrainableModel(rounding.source.config, trained, last, tokens.shape[1], device)
     tuned = tune(model, target, tuning, folder, progress)
     if not tuned.kept:
         kept = [stored_tensors(packed, norms) for packed, norms in layers]
-        return TunedLayers(kept, norm, tuning, tuned)
+        return TunedLayers(kept, last, tuning, tuned)
     found = [
         stored_tensors(
             {short: one.packed() for short, one in layer.linears.items()},
@@ -90,17 +91,34 @@ def tune_rounded(
     return TunedLayers(found, model.norm.stored(), tuning, tuned)
 
 
-def _target(rounding: Rounding, tokens: torch.Tensor, progress: Progress) -> Target:
-    used, device = rounding.source.usable_vocab_size(), rounding.device
+def _target(rounding: Rounding, tuning: Tuning, progress: Progress) -> Target:
+    """The source's answers on the text, by plain fp32 a layer at a time."""
+    config, device, reader = rounding.source.config, rounding.device, rounding.reader
+    tokens, used = tuning.text.tokens, rounding.source.usable_vocab_size()
+    table = reader.top("embed")
+    hidden = embed(table, tokens)
+    places = Places.of(config, tokens.shape[1], device)
+    parts = [slice(i, i + tuning.batch) for i in range(0, len(hidden), tuning.batch)]
+    for index in range(config.n_layers):
+        progress("source", index, config.n_layers)
+        weights = reader.layer(index)
+        linears = {name: linear(one) for name, one in weights.linears.items()}
+        norms = {name: _norm(weight, config.rms_eps) for name, weight in weights.norms.items()}
+        for part in parts:
+            behind = decoder_layer(config, linears, norms, hidden[part].to(device), places)
+            hidden[part] = behind.to(hidden.device)
+    progress("source", config.n_layers, config.n_layers)
+    last = reader.top("norm")
+    assert isinstance(last, torch.Tensor)
+    wanted = norm(hidden, last.float(), config.rms_eps)
+    head = table if config.tie_embeddings else reader.top("head")
+    ours, theirs = (as_matrix(one)[:used].to(device) for one in (rounding.head, head))
+    return Target(embed(rounding.table, tokens), wanted, ours, theirs)
 
-    def dense(head: Weight) -> torch.Tensor:
-        return as_matrix(head)[:used].to(device)
 
-    finished = run_checkpoint(rounding.source, tokens, device, progress)
-    embedded = embed(rounding.table, tokens)
-    # A clone: what inference mode made cannot take part in a backward pass.
-    wanted = finished.hidden.clone()
-    return Target(embedded, wanted, dense(rounding.head), dense(finished.head))
+def _norm(weight: torch.Tensor, eps: float) -> RowsFn:
+    wide = weight.float()
+    return lambda x: norm(x, wide, eps)
 
 
 def dense_layer(

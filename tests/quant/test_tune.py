@@ -107,7 +107,7 @@ def test_a_linear_packs_to_exactly_what_it_multiplied_with(make_job, tmp_path, o
 
 
 def test_a_norm_is_rounded_to_the_dtype_it_came_in():
-    norm = TrainableNorm(torch.tensor([1.0, 2.0, 0.5], dtype=torch.bfloat16), CPU)
+    norm = TrainableNorm(torch.tensor([1.0, 2.0, 0.5], dtype=torch.bfloat16), 1e-6, CPU)
     with torch.no_grad():
         norm.change += 0.0123
     stored = norm.stored()
