@@ -45,8 +45,8 @@ _QWEN2 = {
 @dataclass(frozen=True, slots=True)
 class Shape:
     """`config` as in a config.json. `bits` of every linear of the layers but those that `leaf_bits`
-    names (by the last part of their canonical name); `group` columns share a scale. `table_bits`:
-    embedding and head, one scale a row in 8 bits, else in groups.
+    names (by the last part of their canonical name); `group` columns share a scale. Embedding and
+    head (`embed`, `head`) are in 8 bits where not named. 8 bits have one scale a row.
     """
 
     name: str
@@ -54,7 +54,6 @@ class Shape:
     bits: int = 4
     leaf_bits: Mapping[str, int] = field(default_factory=dict)
     group: int = 128
-    table_bits: int = 8
 
 
 _TINY = {
@@ -95,9 +94,11 @@ SHAPES = {
         Shape("3b-w3", _QWEN2 | _3B, bits=3),
         Shape("7b", _QWEN2 | _7B),
         Shape("7b-mixed", _QWEN2 | _7B, leaf_bits={"gate_up": 3, "down": 3}),
+        Shape("7b-4gib", _QWEN2 | _7B, leaf_bits={"gate_up": 3, "down": 3, "embed": 4}),
     )
 }
-"""Qwen2.5's shapes. `7b-mixed`: the MLP in W3, the rest in W4. `tiny` is for tests."""
+"""Qwen2.5's shapes. `7b-mixed`: the MLP in W3, the rest in W4; `7b-4gib` the same with a W4
+embedding, without which it leaves a card of 4 GiB no room for a cache. `tiny` is for tests."""
 
 
 class RandomCheckpoint(Checkpoint):
@@ -164,9 +165,8 @@ def _reads_nothing(name: str) -> torch.Tensor:
 def _entry(slot: Slot, shape: Shape, draw: torch.Generator) -> Entry:
     if isinstance(slot, VectorSlot):
         return Entry(slot.name, (), 4 * slot.size, partial(_norm, slot, draw))
-    is_table = slot.name in ("embed", "head")
     leaf = slot.name.rpartition(".")[2]
-    bits = shape.table_bits if is_table else shape.leaf_bits.get(leaf, shape.bits)
+    bits = shape.leaf_bits.get(leaf, 8 if leaf in ("embed", "head") else shape.bits)
     group = -1 if bits == 8 else shape.group
     groups = 1 if group == -1 else -(-slot.in_features // group)
     nbytes = slot.rows * (-(-slot.in_features * bits // 8) + 2 * groups + 4 * slot.bias)

@@ -39,6 +39,9 @@ def test_the_mixed_7b_has_its_mlp_in_three_bits():
     assert bits["layers.0.gate_up"] == bits["layers.27.down"] == 3
     assert bits["layers.0.qkv"] == bits["layers.27.o"] == 4
     assert bits["embed"] == bits["head"] == 8
+    small = {e.name: e.bits for e in random_checkpoint(SHAPES["7b-4gib"], CPU).entries}
+    assert {name for name in bits if small[name] != bits[name]} == {"embed"}
+    assert small["embed"] == 4
     assert str(checkpoint.quantisation) == (
         "random: 2 x W8 group -1, 56 x W4 group 128, 56 x W3 group 128"
     )
