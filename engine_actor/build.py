@@ -17,7 +17,6 @@ from configs import load
 from configs.schema import AppArgs, EngineConfig, ModelSource
 from engine_actor import ops
 from engine_actor.core.budget import blocks_for_bytes
-from engine_actor.core.plan import DecodeSlot, PrefillChunk
 from engine_actor.engine import Engine
 from engine_actor.errors import CheckpointError
 from engine_actor.facts import EngineFacts
@@ -37,10 +36,10 @@ from engine_actor.model.memory import (
 )
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.sampler import Sampler
-from engine_actor.planning import plan_for, render
+from engine_actor.planning import plan_here, render
 from engine_actor.service import EngineService
 from engine_actor.threads import engine_threads, physical_cores
-from engine_actor.work.inputs import build_decode, build_prefill
+from engine_actor.warm_up import warm_up
 
 LOGGER = logging.getLogger(__name__)
 FIRST_KV_BYTES = 32 * MIB
@@ -86,7 +85,7 @@ def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0")
     facts = _facts(args, checkpoint, runner, max_model_len, name, plan)
     sampler = Sampler(runner.vocab_size)
     engine = Engine(config, facts, runner, sampler)
-    warm_up(runner, config)
+    warm_up(runner, config, sampler)
     LOGGER.info("%s serves %s (%s) on %s", name, facts.model, facts.weights, facts.device)
     LOGGER.info("layers: %s", facts.layer_kernels)
     return engine
@@ -97,9 +96,8 @@ def plan_device(args: AppArgs, checkpoint: Checkpoint, device: torch.device) -> 
     fit, naming what would.
     """
     keep_in_one_piece()
-    card, held = card_of(device)
     try:
-        plan = plan_for(args, checkpoint, card, ops.device_info(device).sm, held)
+        plan = plan_here(args, checkpoint, device)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     LOGGER.info("memory plan:\n%s", render(plan))
@@ -147,23 +145,6 @@ def activation_bytes(model: ModelConfig, config: EngineConfig, vocab_size: int) 
     return rows * width * 4 + logits
 
 
-def warm_up(runner: ModelRunner, config: EngineConfig) -> None:
-    """Run one chunk and one decode, so that no request pays for lazy set-up, and capture the graphs
-    of short contexts. Nobody owns the block that is written: every position of it is written again
-    before it is read."""
-    block_tokens = config.kv.block_tokens
-    rows = min(block_tokens, config.prefill_chunk_tokens)
-    chunk = PrefillChunk(("", 0), 0, rows, (0,) * rows, (0,), samples=True)
-    slot = DecodeSlot(("", 0), 0, 0, (0,), 0)
-    for inputs in (
-        build_prefill([chunk], block_tokens, runner.device),
-        build_decode([slot], block_tokens, runner.device),
-    ):
-        hidden = runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers)
-        runner.logits(hidden, inputs.logit_rows).argmax(dim=-1).tolist()
-    runner.warm_decode()
-
-
 def _load_runner(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> ModelRunner:
     try:
         return build_runner(
@@ -176,6 +157,7 @@ def _load_runner(checkpoint: Checkpoint, config: EngineConfig, device: torch.dev
             dense_prefill_copy=config.dense_prefill_copy,
             native_kernels=config.native_kernels,
             used_vocab=checkpoint.usable_vocab_size(),
+            packed=checkpoint.packed,
         )
     except ValueError as error:
         raise CheckpointError(str(error)) from None

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import torch
 
-from configs.schema import EngineConfig
+from configs.schema import AppArgs, EngineConfig
 from engine_actor import ops
+from engine_actor.errors import CheckpointError
 from engine_actor.load.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from engine_actor.load.demo import FOLDER
 from engine_actor.load.source import DEMO, on_disk
+from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.precision import Precision, choose_precision
+from engine_actor.planning import plan_for, plan_here
+from engine_actor.planning import render as render
 
 MIB = 1 << 20
 
@@ -45,6 +49,18 @@ def checkpoint_on_disk(path: str, cache_dir: Path) -> Checkpoint | None:
     return None if found is None else open_checkpoint(found)
 
 
+def memory_plan(args: AppArgs, folder: Path, card_mb: int | None, sm: int) -> CardPlan:
+    """The plan for this machine's GPU, or for a card of so many MiB and compute capability sm / 10.
+    Raises CheckpointError.
+    """
+    try:
+        if card_mb is None:
+            return plan_here(args, open_checkpoint(folder), torch.device("cuda"))
+        return plan_for(args, open_checkpoint(folder), Card(card_mb * MIB), sm)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
 def describe_choices(engine: EngineConfig, device: str, checkpoint: Checkpoint) -> list[str]:
     """Dtypes, and which linear backend runs for which rows; refusals with their reasons. Raises
     ValueError for settings that contradict each other.
@@ -56,6 +72,7 @@ def describe_choices(engine: EngineConfig, device: str, checkpoint: Checkpoint) 
         engine.kv.dtype,
         engine.dense_prefill_copy,
         engine.native_kernels,
+        checkpoint.packed,
     )
     bits, group, _ = checkpoint.quantisation.kinds[0]
     return [

@@ -19,6 +19,7 @@ from engine_actor.model.card_plan import Card, CardPlan, Part, Request, Settings
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.kv_store import array_block_bytes
 from engine_actor.model.ledger import MIB
+from engine_actor.model.memory import card_of
 from engine_actor.model.precision import compute_dtype, resolve_kv_dtype
 from engine_actor.model.step_bytes import StepShape, step_parts
 
@@ -68,6 +69,12 @@ def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: i
             can_int8=not exact and takes_int8(config, model),
         )
     )
+
+
+def plan_here(args: AppArgs, checkpoint: Checkpoint, device: torch.device) -> CardPlan:
+    """The plan for a CUDA device of this machine as it is now. Raises as plan_for()."""
+    card, held = card_of(device)
+    return plan_for(args, checkpoint, card, ops.device_info(device).sm, held)
 
 
 def takes_int8(config: EngineConfig, model: ModelConfig) -> bool:

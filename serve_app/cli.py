@@ -1,4 +1,4 @@
-"""deepinfer-sm86 serve, generate, inspect, quantize, eval, tune, doctor: parses, hands over.
+"""deepinfer-sm86 serve, generate, inspect, quantize, eval, tune, plan, doctor: parses, hands over.
 
 Knows what the commands are called; what they do is imported only when one is run.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from serve_app import __version__
 from serve_app.cli_inspect import add_inspect, inspect
 from serve_app.cli_options import add_model_options, args_of
+from serve_app.cli_plan import add_plan, plan
 from serve_app.cli_quantize import add_eval, add_quantize, evaluate, quantize
 from serve_app.cli_tune import add_tune, tune
 
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_quantize(commands)
     add_eval(commands)
     add_tune(commands)
+    add_plan(commands)
 
     doctor = commands.add_parser("doctor", help="what this machine can do and what would be chosen")
     add_model_options(doctor)
@@ -65,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "quantize": quantize,
         "eval": evaluate,
         "tune": tune,
+        "plan": plan,
         "doctor": _doctor,
     }
     run = commands[options.command]

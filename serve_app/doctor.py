@@ -159,9 +159,24 @@ def choice_findings(args: AppArgs) -> list[Finding]:
         return [*found, Finding("choice", text, "note")]
     try:
         lines = capabilities.describe_choices(args.engine, placement.device, checkpoint)
-    except ValueError as error:
+        found += [Finding("choice", line) for line in lines]
+        if placement.device == "cuda":
+            found += memory_findings(args, checkpoint.folder)
+    except (ValueError, CheckpointError) as error:
         return [*found, Finding("choice", str(error), "problem")]
-    return found + [Finding("choice", line) for line in lines]
+    return found
+
+
+def memory_findings(args: AppArgs, folder: Path) -> list[Finding]:
+    """The memory plan of this machine's GPU, a problem where it does not fit. Raises
+    CheckpointError.
+    """
+    from engine_actor import capabilities
+
+    plan = capabilities.memory_plan(args, folder, None, 0)
+    lines = capabilities.render(plan).splitlines()
+    level: Level = "ok" if plan.refusal is None else "problem"
+    return [*(Finding("memory", line) for line in lines[:-1]), Finding("memory", lines[-1], level)]
 
 
 def installed_version(name: str) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from configs.schema import AppArgs
-from engine_actor import build
+from engine_actor import build, planning
 from engine_actor.errors import CheckpointError
 from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.kv_store import kv_bytes_per_block
@@ -18,7 +18,9 @@ from engine_actor.planning import plan_for, render
 from random_model import SHAPES, RandomCheckpoint, Shape, random_checkpoint
 
 LARGE_CARD = Card(143_771 * MIB, outside=600 * MIB)
-SMALL_TABLES = replace(SHAPES["7b-mixed"], table_bits=4)
+SMALL_TABLES = replace(
+    SHAPES["7b-mixed"], leaf_bits={"gate_up": 3, "down": 3, "embed": 4, "head": 4}
+)
 CPU = torch.device("cpu")
 
 
@@ -84,7 +86,7 @@ def test_nothing_is_loaded_where_the_plan_is_refused(monkeypatch: pytest.MonkeyP
     held: list[int] = []
     ledger = type("Ledger", (), {"hold": lambda self, cap: held.append(cap)})()
     monkeypatch.setattr(build, "keep_in_one_piece", lambda: None)
-    monkeypatch.setattr(build, "card_of", lambda device: (LARGE_CARD, 0))
+    monkeypatch.setattr(planning, "card_of", lambda device: (LARGE_CARD, 0))
     monkeypatch.setattr(build, "card_ledger", lambda device: ledger)
     monkeypatch.setattr(build, "choose_device", lambda wanted: torch.device("cuda"))
     monkeypatch.setattr(
