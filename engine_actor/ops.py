@@ -90,6 +90,10 @@ __all__ = [
     "Int8KV",
     "LaunchError",
     "LayerCache",
+    "DeviceArgmax",
+    "DeviceSampler",
+    "Draw",
+    "Edit",
     "DeviceInfo",
     "Linear",
     "LinearBackend",
@@ -108,6 +112,7 @@ __all__ = [
     "StagedRows",
     "StoreFn",
     "Verdict",
+    "Outcome",
     "VirtualPool",
     "WritePlan",
     "cuda_devices",
@@ -132,20 +137,25 @@ __all__ = [
     "plan_write",
     "prepare_linear",
     "refuse_native_layers",
+    "new_outcome",
     "refuse_round_columns",
     "refuse_strips",
+    "pack_draws",
+    "pack_edits",
     "slice_rows",
     "split_card",
     "stage_decode",
     "strip_bytes",
     "tune_this_card",
     "why_no_virtual_memory",
+    "sampler_room_bytes",
     "write_kv",
 ]
 
 LayerCache = Any
 """One layer's KV cache: a tensor, or Int8KV for ops that were chosen for one."""
 AttentionFn = Callable[[torch.Tensor, LayerCache, AttentionPlan], torch.Tensor]
+    "why_no_jit",
 PlanFn = Callable[..., AttentionPlan]
 """As plan_attention."""
 StaticPlanFn = Callable[[torch.Tensor, torch.Tensor, int, int, int | None], AttentionPlan]

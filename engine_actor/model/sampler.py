@@ -17,14 +17,17 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from engine_actor import ops
 from engine_actor.core.plan import SampledToken, TokenLogprobs
+from engine_actor.model.device_sampling import DeviceSampling
+from engine_actor.model.device_sampling import sampler_bytes as sampler_bytes
 from engine_actor.model.inverse_cdf import invert
 from engine_actor.model.logprobs import token_logprobs as token_logprobs
 from engine_actor.model.penalties import SampleRow as SampleRow
-from engine_actor.model.pending_sample import BrokenLogits as BrokenLogits
-from engine_actor.model.pending_sample import PendingSample, SampledAtOnce, put_tokens
 from engine_actor.model.penalties import edit, is_edited
 from engine_actor.model.penalties import needs_history as needs_history
+from engine_actor.model.pending_sample import BrokenLogits as BrokenLogits
+from engine_actor.model.pending_sample import PendingSample, SampledAtOnce, put_tokens
 from engine_actor.model.random_draw import uniform, unseeded
 from engine_actor.model.row_scan import argmax_rows, finite_at
 from engine_actor.model.truncation import cutoffs
@@ -45,6 +48,7 @@ class Sampler:
     def __init__(self, vocab_size: int | None = None, base_seed: int | None = None) -> None:
         self._vocab_size = vocab_size
         self._base_seed = secrets.randbits(64) if base_seed is None else base_seed
+        self._device: DeviceSampling | None = None
 
     def begin(
         self,
@@ -57,7 +61,15 @@ class Sampler:
         for the host's copy. The token of row i is also written to token_buffer[slots[i]] (i64 on
         the logits' device) in stream order; of a broken row that is the old one or any id. Raises
         torch.OutOfMemoryError where the device has no room to work in.
+
+        On a GPU with our kernels the host waits for nothing here, and all calls come on one stream.
         """
+        if not rows:
+            return SampledAtOnce(())
+        logits = self._cut(logits)
+        device = self._device_sampling(logits)
+        if device is not None:
+            return device.begin(logits, rows, token_buffer, slots)
         try:
             tokens = self.sample(logits, rows)
         except BrokenLogits as error:
@@ -73,8 +85,10 @@ class Sampler:
         """
         if not rows:
             return []
-        if self._vocab_size is not None and logits.shape[1] > self._vocab_size:
-            logits = logits[:, : self._vocab_size]
+        logits = self._cut(logits)
+        device = self._device_sampling(logits)
+        if device is not None:
+            return device.begin(logits, rows, None, ()).result()
         if all(_is_plain(row) for row in rows):
             tokens = _best(logits, rows)
             return [SampledToken(row.key, token) for row, token in zip(rows, tokens, strict=True)]
@@ -85,6 +99,20 @@ class Sampler:
             SampledToken(row.key, token, scores.get(index))
             for index, (row, token) in enumerate(zip(rows, tokens, strict=True))
         ]
+
+    def _cut(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._vocab_size is None else logits[:, : self._vocab_size]
+
+    def _device_sampling(self, logits: torch.Tensor) -> DeviceSampling | None:
+        """The kernels' way, where there is one for these logits."""
+        if not logits.is_cuda or logits.dtype != torch.float32 or logits.stride(1) != 1:
+            return None
+        known, width = self._device, logits.shape[1]
+        if known is None or known.device != logits.device or known.width != width:
+            if ops.why_no_jit() is not None:
+                return None
+            known = self._device = DeviceSampling(logits.device, width, self._seed_of)
+        return known
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
         drawn = [index for index, row in enumerate(rows) if not row.sampling.greedy]
@@ -109,8 +137,11 @@ class Sampler:
         return invert(probabilities, cutoffs(probabilities, rows), points)
 
     def _uniform(self, row: SampleRow) -> float:
+        return uniform(self._seed_of(row), row.position)
+
+    def _seed_of(self, row: SampleRow) -> int:
         seed = row.sampling.seed
-        return uniform(unseeded(self._base_seed, row.key) if seed is None else seed, row.position)
+        return unseeded(self._base_seed, row.key) if seed is None else seed
 
 
 def _best(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:

@@ -18,7 +18,7 @@ struct Draw {  // one row's; 40 bytes
     float min_p;      // 0: off
     int top_k;        // width or more, or below 1: off
     int greedy;       // take the row's argmax
-    int unused;
+    int row;          // of what is told: tokens, finite, slots
 };
 
 struct ChunkPart {  // what edit.cu leaves of one chunk of a row

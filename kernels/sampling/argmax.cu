@@ -8,7 +8,7 @@ constexpr int THREADS = 256;
 typedef unsigned long long u64;
 
 __device__ __forceinline__ u64 ranked(float value, int index) {
-    const unsigned bits = __float_as_uint(value);
+    const unsigned bits = value == 0.f ? 0u : __float_as_uint(value);  // -0 is no less than 0
     // Flip what makes the order of the bits differ from that of the numbers; NaN goes to the top.
     const unsigned order = value != value ? 0xffffffffu
                            : bits >> 31   ? ~bits
@@ -16,13 +16,14 @@ __device__ __forceinline__ u64 ranked(float value, int index) {
     return u64(order) << 32 | unsigned(~index);
 }
 
-// logits f32[rows, width]; tokens i64[rows]; finite u8[rows]: whether that logit is; best u64[rows]
-// and counters u32[rows]: zero before and after.
+// logits f32[rows, width], `pitch` apart; tokens i64[rows]; finite u8[rows]: whether that logit is;
+// best u64[rows] and counters u32[rows]: zero before and after. by_slot, if any: the token of row r
+// also goes to by_slot[slots[r]], i64.
 extern "C" __global__ void __launch_bounds__(THREADS)
 argmax_rows(const float* logits, long long* tokens, unsigned char* finite, u64* best,
-            unsigned* counters, int width) {
+            unsigned* counters, long long* by_slot, const long long* slots, int width, int pitch) {
     const int row = blockIdx.y;
-    const float* values = logits + size_t(row) * width;
+    const float* values = logits + size_t(row) * pitch;
     u64 mine = 0;
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < width; i += gridDim.x * THREADS) {
         const u64 here = ranked(values[i], i);
@@ -44,5 +45,6 @@ argmax_rows(const float* logits, long long* tokens, unsigned char* finite, u64* 
     const int token = int(~unsigned(atomicExch(best + row, 0ull)));
     counters[row] = 0;
     tokens[row] = token;
+    if (by_slot) by_slot[slots[row]] = token;
     finite[row] = fabsf(values[token]) < __int_as_float(0x7f800000);  // infinity
 }

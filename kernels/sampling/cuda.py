@@ -1,11 +1,12 @@
 """Sampling on CUDA with no host in between: argmax.cu, edit.cu and draw.cu.
 
-A DeviceSampler owns the room its kernels meet in, at fixed addresses, so a step can be captured in
-a graph. One belongs to one stream: its counters are zero only between launches.
+A DeviceArgmax or DeviceSampler owns the room its kernels meet in, at fixed addresses, so a step can
+be captured in a graph. One belongs to one stream: its counters are zero only between launches.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -42,43 +43,77 @@ def _kernel(entry: str) -> Kernel:
     return next(variant.kernel() for variant in SHIPPED if variant.entry == entry)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """Where the rows of a batch are told: tokens i64[R], finite u8[R] (whether the row has a finite
+    maximum; else its token is any id), both views of `packed` u8[9 R], one copy to the host. The
+    token of row r also goes to by_slot[slots[r]], i64 both, where there is one.
+    """
+
+    tokens: torch.Tensor
+    finite: torch.Tensor
+    packed: torch.Tensor
+    by_slot: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+
+
+def new_outcome(
+    rows: int,
+    device: torch.device,
+    by_slot: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+) -> Outcome:
+    """Of a batch of so many rows, not written yet."""
+    packed = torch.empty(9 * rows, dtype=torch.uint8, device=device)
+    tokens = packed[: 8 * rows].view(torch.int64)
+    return Outcome(tokens, packed[8 * rows :], packed, by_slot, slots)
+
+
+class DeviceArgmax:
+    """Up to `rows` rows at a time."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self._ranked = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._counters = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    def __call__(self, logits: torch.Tensor, outcome: Outcome) -> None:
+        """Of every row of fp32 logits [R, width], whose rows may be apart; the lowest index among
+        equals, a NaN above all.
+        """
+        rows, width = logits.shape
+        _kernel("argmax_rows").launch(
+            (BLOCKS_A_ROW, rows, 1),
+            (THREADS, 1, 1),
+            logits,
+            outcome.tokens,
+            outcome.finite,
+            self._ranked,
+            self._counters,
+            outcome.by_slot,
+            outcome.slots,
+            width,
+            logits.stride(0),
+        )
+
+
 class DeviceSampler:
-    """Up to `rows` rows of logits of `width` at a time. Everything it gives out is a view that its
-    next call overwrites. probabilities: of the rows drawn last, fp32 [rows, width].
+    """Up to `rows` rows of logits of `width` at a time. probabilities: of the rows drawn last, fp32
+    [rows, width]. Raises torch.OutOfMemoryError where there is no room_bytes().
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self.rows = rows
         self.width = width
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.finite = torch.zeros(rows, dtype=torch.uint8, device=device)
         self.edited = torch.empty(rows, width, device=device)
         self.probabilities = torch.empty(rows, width, device=device)
+        # A draw looks for its cutoff when the logits have become probabilities.
+        self._candidates = self.edited
         self._chunks = -(-width // EDIT_CHUNK)
         self._parts = torch.empty(rows * self._chunks * CHUNK_PART_WORDS, device=device)
-        self._ranked = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._counters = torch.zeros(rows, dtype=torch.int32, device=device)
         self._states = torch.zeros(rows * ROW_STATE_BYTES, dtype=torch.uint8, device=device)
-        self._candidates = torch.empty(rows * width, device=device)
         self._cutoffs = torch.empty(rows, device=device)
         self._sums = torch.empty(rows * BLOCKS_A_ROW, dtype=torch.int32, device=device)
-
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """tokens i64[R] of fp32 logits [R, width]; the lowest index among equals. `finite` says of
-        each row whether its maximum is a number.
-        """
-        rows = logits.shape[0]
-        _kernel("argmax_rows").launch(
-            (BLOCKS_A_ROW, rows, 1),
-            (THREADS, 1, 1),
-            logits,
-            self.tokens,
-            self.finite,
-            self._ranked,
-            self._counters,
-            self.width,
-        )
-        return self.tokens[:rows]
 
     def edit(
         self,
@@ -88,10 +123,11 @@ class DeviceSampler:
         values: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> torch.Tensor:
-        """fp32 logits [R, width] with each row's edits and divided by its temperature. edits, ids,
-        values: pack_edits() on the device; counts i32[slots, width].
+        """fp32 [R, width]: rows of fp32 logits [.., width], which may be apart, with their edits
+        and divided by their temperature. edits u8[R, 36], ids, values: pack_edits() on the device;
+        counts i32[.., width]. A view that the next draw overwrites.
         """
-        rows = logits.shape[0]
+        rows = edits.shape[0]
         _kernel("edit_logits").launch(
             (self._chunks, rows, 1),
             (THREADS, 1, 1),
@@ -103,21 +139,15 @@ class DeviceSampler:
             values,
             self._parts,
             self.width,
+            logits.stride(0),
         )
         return self.edited[:rows]
 
-    def count(self, counts: torch.Tensor, edits: torch.Tensor, rows: int) -> None:
-        """Add the last tokens of the first `rows` rows (at most 1024) to their counts."""
-        block = (-(-rows // 32) * 32, 1, 1)
-        _kernel("count_tokens").launch(
-            (1, 1, 1), block, counts, edits, self.tokens, rows, self.width
-        )
-
-    def draw(self, draws: torch.Tensor, rows: int) -> torch.Tensor:
-        """tokens i64[rows] from the logits edited last: greedy rows take their argmax, the others a
-        draw from the softmax. draws: pack_draws() on the device. `finite` as for argmax().
+    def draw(self, draws: torch.Tensor, outcome: Outcome) -> None:
+        """Tokens from the logits edited last, once: greedy rows take their argmax, the others a
+        draw from the softmax. draws u8[R, 40]: pack_draws() on the device.
         """
-        grid, block = (BLOCKS_A_ROW, rows, 1), (THREADS, 1, 1)
+        grid, block = (BLOCKS_A_ROW, draws.shape[0], 1), (THREADS, 1, 1)
         _kernel("histogram").launch(
             grid,
             block,
@@ -148,9 +178,25 @@ class DeviceSampler:
             self._cutoffs,
             self._sums,
             self._parts,
-            self.tokens,
-            self.finite,
+            outcome.tokens,
+            outcome.finite,
+            outcome.by_slot,
+            outcome.slots,
             self.width,
             self._chunks,
         )
-        return self.tokens[:rows]
+
+
+def room_bytes(rows: int, width: int) -> int:
+    """Of a DeviceSampler."""
+    chunks = -(-width // EDIT_CHUNK)
+    return rows * (8 * width + 4 * CHUNK_PART_WORDS * chunks + ROW_STATE_BYTES + 4 + 128)
+
+
+def count_tokens(
+    counts: torch.Tensor, edits: torch.Tensor, tokens: torch.Tensor, width: int
+) -> None:
+    """Add to counts i32[.., width] the tokens i64[..] of the edited rows (at most 1024)."""
+    rows = edits.shape[0]
+    block = (-(-rows // 32) * 32, 1, 1)
+    _kernel("count_tokens").launch((1, 1, 1), block, counts, edits, tokens, rows, width)

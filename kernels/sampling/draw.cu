@@ -156,7 +156,7 @@ histogram(const float* logits, const ChunkPart* parts, const Draw* draws, float*
     }
 }
 
-// candidates f32[rows, width], room to work in; cutoffs f32[rows].
+// candidates f32[rows, width], room to work in, may be the logits; cutoffs f32[rows].
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 find_cutoff(const float* probabilities, const Draw* draws, RowState* states, float* candidates,
             float* cutoffs, int width) {
@@ -216,20 +216,28 @@ __device__ __forceinline__ int where_passed(const float* row, int first, int las
     return found;
 }
 
-// sums u32[rows, blocks]; tokens i64[rows]; finite u8[rows]: whether the row is a distribution at all.
+__device__ __forceinline__ void tell(int token, const Draw& draw, long long* tokens,
+                                     long long* by_slot, const long long* slots) {
+    tokens[draw.row] = token;
+    if (by_slot) by_slot[slots[draw.row]] = token;
+}
+
+// sums u32[rows, blocks]. Told of row r at draws[r].row: tokens i64; finite u8, whether the row is a
+// distribution at all; by_slot i64, if any, at the row's of slots i64.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 draw_tokens(const float* probabilities, const Draw* draws, RowState* states, const float* cutoffs,
             unsigned* sums, const ChunkPart* parts, long long* tokens, unsigned char* finite,
-            int width, int chunks) {
+            long long* by_slot, const long long* slots, int width, int chunks) {
     const Draw draw = draws[blockIdx.y];
     const float* row = probabilities + size_t(blockIdx.y) * width;
     if (blockIdx.x == 0 && threadIdx.x < 32) {
         const Softmax softmax = join_parts(parts + blockIdx.y * chunks, chunks);
         const float infinity = -MINUS_INFINITY;  // a NaN or an infinity makes `inverse` NaN
         const bool is_finite = fabsf(softmax.largest) < infinity && softmax.inverse > 0.f;
-        if (threadIdx.x == 0) finite[blockIdx.y] = is_finite;
+        if (threadIdx.x == 0) finite[draw.row] = is_finite;
         // Of a broken row any id will do: it is told.
-        if (threadIdx.x == 0 && draw.greedy) tokens[blockIdx.y] = min(softmax.place, width - 1);
+        if (threadIdx.x == 0 && draw.greedy)
+            tell(min(softmax.place, width - 1), draw, tokens, by_slot, slots);
     }
     if (draw.greedy) return;
     const float cutoff = cutoffs[blockIdx.y];
@@ -253,6 +261,5 @@ draw_tokens(const float* probabilities, const Draw* draws, RowState* states, con
     const int each = (width + gridDim.x - 1) / gridDim.x;
     const int first = min(block * each, width), last = min(first + each, width);
     const int token = where_passed(row, first, last, cutoff, target - before);
-    if (threadIdx.x > 0) return;
-    tokens[blockIdx.y] = min(token, width - 1);
+    if (threadIdx.x == 0) tell(min(token, width - 1), draw, tokens, by_slot, slots);
 }

@@ -10,13 +10,14 @@ constexpr int CHUNK = 4096;
 constexpr unsigned IN_PROMPT = 0x80000000u;
 constexpr float LARGEST = 1e30f;
 
-struct Edit {  // one row's; 32 bytes
+struct Edit {  // one row's; 36 bytes
     float temperature;         // 0: greedy, the logits stay as they are
     float repetition;          // 1: off
     float presence, frequency;
     int count_row;             // row of `counts`, -1: none
     int first_bias, biases;    // in bias_ids and bias_values
     int bans;                  // in bias_ids, behind the biases
+    int row;                   // of the logits
 };
 
 // The chunk's largest value with its lowest index, and the sum of exp(value - largest): by the whole
@@ -55,15 +56,17 @@ __device__ __forceinline__ ChunkPart summarise(const float* chunk, int size, int
     return {high, sum, place};
 }
 
-// logits, out f32[rows, width] (may be the same); counts u32[.., width]; parts [rows, chunks].
+// logits f32[.., width], `pitch` apart; out f32[rows, width]; counts u32[.., width]; parts [rows,
+// chunks]. Row r of `out` comes from row edits[r].row of the logits.
 extern "C" __global__ void __launch_bounds__(THREADS)
 edit_logits(const float* logits, float* out, const Edit* edits, const unsigned* counts,
-            const int* bias_ids, const float* bias_values, ChunkPart* parts, int width) {
+            const int* bias_ids, const float* bias_values, ChunkPart* parts, int width, int pitch) {
     __shared__ float chunk[CHUNK];
     const Edit edit = edits[blockIdx.y];
     const int first = blockIdx.x * CHUNK, size = min(CHUNK, width - first);
     const size_t row = size_t(blockIdx.y) * width + first;
-    for (int i = threadIdx.x; i < size; i += THREADS) chunk[i] = logits[row + i];
+    const float* source = logits + size_t(edit.row) * pitch + first;
+    for (int i = threadIdx.x; i < size; i += THREADS) chunk[i] = source[i];
     __syncthreads();
     for (int i = threadIdx.x; i < edit.biases; i += THREADS) {
         const int at = bias_ids[edit.first_bias + i] - first;
@@ -79,7 +82,7 @@ edit_logits(const float* logits, float* out, const Edit* edits, const unsigned* 
             float value = chunk[i];
             if (edit.repetition != 1.f) {
                 value = value > 0.f ? __fdiv_rn(value, strength) : __fmul_rn(value, strength);
-                value = fminf(value, LARGEST);
+                value = value > LARGEST ? LARGEST : value;  // a NaN stays one
             }
             const unsigned times = entry & ~IN_PROMPT;
             if (times > 0) {
@@ -105,10 +108,10 @@ edit_logits(const float* logits, float* out, const Edit* edits, const unsigned* 
     if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = part;
 }
 
-// counts[rows[i], tokens[i]] += 1 for every row that keeps counts. grid 1, block >= rows.
+// The token of each edited row that keeps counts is counted. grid 1, block >= rows.
 extern "C" __global__ void count_tokens(unsigned* counts, const Edit* edits,
                                         const long long* tokens, int rows, int width) {
     const int row = threadIdx.x;
     if (row >= rows || edits[row].count_row < 0) return;
-    counts[size_t(edits[row].count_row) * width + tokens[row]] += 1;
+    counts[size_t(edits[row].count_row) * width + tokens[edits[row].row]] += 1;
 }

@@ -17,7 +17,8 @@ import torch
 
 WEIGHT_ONE = 2.0**30
 _DRAW = struct.Struct("<dQqfiii")
-_EDIT = struct.Struct("<ffffiiii")
+_EDIT = struct.Struct("<ffffiiiii")
+_LARGEST_INT = 2**31 - 1
 IN_PROMPT = 1 << 31
 """Bit of a count that says that the prompt holds the id."""
 
@@ -51,29 +52,34 @@ class Edit:
     banned: Sequence[int] = ()
 
 
-def pack_draws(draws: Sequence[Draw]) -> torch.Tensor:
-    """u8[R * 40] on the host, the bytes of draw.cuh's Draw."""
+def pack_draws(draws: Sequence[Draw], rows: Sequence[int] | None = None) -> torch.Tensor:
+    """u8[R, 40] on the host, the bytes of draw.cuh's Draw. rows: of the outcome, by default in
+    order.
+    """
     packed = bytearray()
-    for draw in draws:
-        seed = draw.seed & (2**64 - 1)
-        packed += _DRAW.pack(
-            draw.top_p, seed, draw.position, draw.min_p, draw.top_k, draw.greedy, 0
-        )
-    return torch.frombuffer(packed, dtype=torch.uint8)
+    for draw, row in zip(draws, rows or range(len(draws)), strict=True):
+        seed, top_k = draw.seed & (2**64 - 1), min(draw.top_k, _LARGEST_INT)
+        packed += _DRAW.pack(draw.top_p, seed, draw.position, draw.min_p, top_k, draw.greedy, row)
+    return torch.frombuffer(packed, dtype=torch.uint8).view(-1, _DRAW.size)
 
 
-def pack_edits(edits: Sequence[Edit]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """u8[R * 32], i32 ids and f32 biases on the host, the bytes of edit.cu's Edit and its lists."""
+def pack_edits(
+    edits: Sequence[Edit], rows: Sequence[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """u8[R, 36], i32 ids and f32 biases on the host, the bytes of edit.cu's Edit and its lists.
+    rows: of the logits, by default in order. Ids must fit in 31 bits.
+    """
     packed = bytearray()
     ids: list[int] = []
     values: list[float] = []
-    for edit in edits:
+    for edit, row in zip(edits, rows or range(len(edits)), strict=True):
         strengths = (edit.temperature, edit.repetition, edit.presence, edit.frequency)
-        packed += _EDIT.pack(*strengths, edit.count_row, len(ids), len(edit.bias), len(edit.banned))
+        lists = (len(ids), len(edit.bias), len(edit.banned))
+        packed += _EDIT.pack(*strengths, edit.count_row, *lists, row)
         ids += [*edit.bias, *edit.banned]
         values += [*edit.bias.values(), *(0.0 for _ in edit.banned)]
     return (
-        torch.frombuffer(packed, dtype=torch.uint8),
+        torch.frombuffer(packed, dtype=torch.uint8).view(-1, _EDIT.size),
         torch.tensor(ids or [0], dtype=torch.int32),
         torch.tensor(values or [0.0], dtype=torch.float32),
     )

@@ -40,12 +40,15 @@ def test_the_bytes_a_kernel_reads() -> None:
     """Two rows of each, field by field."""
     draws = pack_draws([Draw(), Draw(0.5, 0.25, 7, -1, 12, True)]).numpy().tobytes()
     assert len(draws) == 80
-    assert struct.unpack_from("<dQqfiii", draws, 40) == (0.5, 2**64 - 1, 12, 0.25, 7, 1, 0)
+    assert struct.unpack_from("<dQqfiii", draws, 40) == (0.5, 2**64 - 1, 12, 0.25, 7, 1, 1)
+    chosen = pack_draws([Draw(top_k=10**12)], [9]).numpy().tobytes()
+    assert struct.unpack("<dQqfiii", chosen)[4:] == (2**31 - 1, 0, 9)
     edits, ids, values = pack_edits(
         [Edit(1.0, bias={5: 0.5}, banned=[9]), Edit(0.5, 1.5, -1.0, 0.25, 3, {7: 2.0, 6: 1.0})]
     )
     packed = edits.numpy().tobytes()
-    assert struct.unpack_from("<ffffiiii", packed) == (1.0, 1.0, 0.0, 0.0, -1, 0, 1, 1)
-    assert struct.unpack_from("<ffffiiii", packed, 32) == (0.5, 1.5, -1.0, 0.25, 3, 2, 2, 0)
+    assert len(packed) == 72
+    assert struct.unpack_from("<ffffiiiii", packed) == (1.0, 1.0, 0.0, 0.0, -1, 0, 1, 1, 0)
+    assert struct.unpack_from("<ffffiiiii", packed, 36) == (0.5, 1.5, -1.0, 0.25, 3, 2, 2, 0, 1)
     assert ids.tolist() == [5, 9, 7, 6]
     assert values.tolist() == [0.5, 0.0, 2.0, 1.0]

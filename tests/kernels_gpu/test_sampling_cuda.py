@@ -12,7 +12,13 @@ from engine_actor.core.params import SamplingParams
 from engine_actor.model.penalties import SampleRow, edit
 from engine_actor.model.random_draw import uniform
 from engine_actor.model.sampler import Sampler
-from kernels.sampling.cuda import DeviceSampler
+from kernels.sampling.cuda import (
+    DeviceArgmax,
+    DeviceSampler,
+    Outcome,
+    count_tokens,
+    new_outcome,
+)
 from kernels.sampling.op import IN_PROMPT, Draw, Edit, draw_reference, pack_draws, pack_edits
 
 pytestmark = pytest.mark.gpu
@@ -22,6 +28,20 @@ WIDTHS = (7, 300, 4097, 151_936)
 
 def sampler_for(logits: torch.Tensor) -> DeviceSampler:
     return DeviceSampler(logits.shape[0], logits.shape[1], logits.device)
+
+
+def outcome_for(rows: int) -> Outcome:
+    """Poisoned."""
+    outcome = new_outcome(rows, torch.device("cuda"))
+    outcome.packed.fill_(77)
+    return outcome
+
+
+def drawn_by(device: DeviceSampler, draws: Sequence[Draw]) -> Outcome:
+    """What the device draws from the logits edited last."""
+    outcome = outcome_for(len(draws))
+    device.draw(pack_draws(draws).cuda(), outcome)
+    return outcome
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -35,10 +55,38 @@ def test_argmax(width: int) -> None:
     logits[5] = -torch.inf
     logits[5, 6] = -1e30
     logits[6, 3] = torch.inf
-    device = sampler_for(logits)
-    for _ in range(3):
-        assert device.argmax(logits).tolist() == logits.cpu().argmax(-1).tolist()
-        assert device.finite.tolist() == [1, 1, 1, 0, 0, 1, 0, 1, 1]
+    logits[7] = -0.0
+    logits[7, 5] = 0.0
+    argmax = DeviceArgmax(9, logits.device)
+    apart = torch.randn(9, width + 5, device="cuda")
+    apart[:, :width] = logits
+    for asked in (logits, logits, apart[:, :width]):
+        outcome = outcome_for(9)
+        argmax(asked, outcome)
+        assert outcome.tokens.tolist() == logits.cpu().argmax(-1).tolist()
+        assert outcome.finite.tolist() == [1, 1, 1, 0, 0, 1, 0, 1, 1]
+
+
+def test_rows_of_a_batch_are_told_where_they_stand() -> None:
+    """Some rows by argmax, others drawn; each in its place and in its slot, nothing elsewhere."""
+    logits = torch.randn(4, 5000, device="cuda")
+    by_slot = torch.full((8,), -1, device="cuda")
+    slots = torch.tensor([6, 0, 3, 5], device="cuda")
+    outcome = new_outcome(4, logits.device, by_slot, slots)
+    DeviceArgmax(4, logits.device)(logits, outcome)
+    device = DeviceSampler(2, 5000, logits.device)
+    chosen = [3, 1]
+    packed = pack_edits([Edit(temperature=0.5), Edit(bias={77: 100.0})], chosen)
+    edits, ids, values = (tensor.cuda() for tensor in packed)
+    device.edit(logits, edits, ids, values, None)
+    draws = [Draw(top_k=3, seed=5), Draw(greedy=True)]
+    device.draw(pack_draws(draws, chosen).cuda(), outcome)
+    want = logits.argmax(-1).tolist()
+    want[1] = 77
+    want[3] = draw_reference(device.probabilities[0], draws[0], uniform(5, 0))
+    assert outcome.tokens.tolist() == want
+    assert outcome.finite.tolist() == [1, 1, 1, 1]
+    assert by_slot.tolist() == [want[1], -1, -1, want[2], -1, want[3], want[0], -1]
 
 
 DRAWS = (
@@ -91,15 +139,16 @@ def test_draws_equal_the_reference(width: int, spread: float) -> None:
     logits = torch.randn(len(DRAWS), width, device="cuda") * spread
     logits[:, ::3] = logits[:, :1].clone()
     device = sampler_for(logits)
-    scaled = edited(device, logits, [0.0 if d.greedy else 0.8 for d in DRAWS])
+    temperatures = [0.0 if d.greedy else 0.8 for d in DRAWS]
     for seed in range(3):
         draws = keyed(DRAWS, seed)
-        got = device.draw(pack_draws(draws).cuda(), len(draws)).tolist()
-        assert got == expected(device, logits, draws)
+        scaled = edited(device, logits, temperatures).clone()
+        outcome = drawn_by(device, draws)
+        assert outcome.tokens.tolist() == expected(device, logits, draws)
     drawn = [row for row, d in enumerate(DRAWS) if not d.greedy]
     want = torch.softmax(scaled[drawn].double(), -1)
     torch.testing.assert_close(device.probabilities[drawn].double(), want, rtol=2e-5, atol=1e-12)
-    assert device.finite.all()
+    assert outcome.finite.tolist() == [1] * len(DRAWS)
 
 
 def test_a_row_gives_the_same_bits_in_any_batch() -> None:
@@ -108,9 +157,9 @@ def test_a_row_gives_the_same_bits_in_any_batch() -> None:
     many, alone = sampler_for(logits), sampler_for(logits[:1])
     draws = keyed((Draw(top_p=0.9),) * 5, 1)
     edited(many, logits, [0.7] * 5)
-    token = int(many.draw(pack_draws(draws).cuda(), 5)[2])
+    token = int(drawn_by(many, draws).tokens[2])
     edited(alone, logits[2:3].contiguous(), [0.7])
-    assert int(alone.draw(pack_draws(draws[2:3]).cuda(), 1)[0]) == token
+    assert int(drawn_by(alone, draws[2:3]).tokens[0]) == token
     assert torch.equal(alone.probabilities[0], many.probabilities[2])
 
 
@@ -133,11 +182,10 @@ def test_draws_equal_the_engines_sampler() -> None:
         logits = torch.randn(rows, width, device="cuda") * 3
         device = sampler_for(logits)
         asked = [SampleRow(("c", i), p, [], [], position) for i, p in enumerate(params)]
-        want = [token.token for token in sampler.sample(logits, asked)]
+        want = [token.token for token in sampler.sample(logits.cpu(), asked)]
         edited(device, logits, [p.temperature for p in params])
         draws = [Draw(p.top_p, p.min_p, p.top_k, p.seed or 0, position, p.greedy) for p in params]
-        assert device.draw(pack_draws(draws).cuda(), rows).tolist() == want
-        assert device.finite.all()
+        assert drawn_by(device, draws).tokens.tolist() == want
 
 
 def test_edits_equal_the_engines_penalties() -> None:
@@ -181,9 +229,10 @@ def test_edits_equal_the_engines_penalties() -> None:
     table = counts.to(torch.uint32).view(torch.int32).cuda()
     got = device.edit(logits.cuda(), packed, ids, values, table)
     assert torch.equal(got.cpu(), want)
-    tokens = device.argmax(got).tolist()
-    device.count(table, packed, rows)
-    for i, token in enumerate(tokens):
+    outcome = outcome_for(rows)
+    DeviceArgmax(rows, got.device)(got, outcome)
+    count_tokens(table, packed, outcome.tokens, width)
+    for i, token in enumerate(outcome.tokens.tolist()):
         counts[i, token] += 1
     assert torch.equal(table.cpu().view(torch.uint32).to(torch.int64), counts)
 
@@ -195,18 +244,19 @@ def test_a_step_of_sampling_is_captured_and_replayed() -> None:
     device = sampler_for(logits)
     packed = pack_draws([Draw()] * rows).cuda()
     edits, ids, values = (t.cuda() for t in pack_edits([Edit(temperature=0.9)] * rows))
+    outcome = outcome_for(rows)
     device.edit(logits, edits, ids, values, None)
-    device.draw(packed, rows)
+    device.draw(packed, outcome)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         device.edit(logits, edits, ids, values, None)
-        tokens = device.draw(packed, rows)
+        device.draw(packed, outcome)
     for seed in range(4):
         logits.normal_().mul_(3)
         draws = keyed((Draw(top_p=0.8), Draw(greedy=True), Draw(top_k=9), Draw()), seed)
         packed.copy_(pack_draws(draws))
         graph.replay()
-        assert tokens.tolist() == expected(device, logits, draws)
+        assert outcome.tokens.tolist() == expected(device, logits, draws)
 
 
 def test_broken_rows_are_told() -> None:
@@ -221,7 +271,8 @@ def test_broken_rows_are_told() -> None:
         device = sampler_for(logits)
         edited(device, logits, [1.0] * 6)
         draws = [Draw(top_p=0.9, seed=i, greedy=greedy) for i in range(6)]
-        tokens = device.draw(pack_draws(draws).cuda(), 6).tolist()
-        assert device.finite.tolist() == [1, 0, 0, 0, 1, 1]
+        outcome = drawn_by(device, draws)
+        tokens = outcome.tokens.tolist()
+        assert outcome.finite.tolist() == [1, 0, 0, 0, 1, 1]
         assert tokens[4] == 5001
         assert all(0 <= token < 9000 for token in tokens)
