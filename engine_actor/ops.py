@@ -29,6 +29,7 @@ from kernels.elementwise.exact import ExactRows  # noqa: E402
 from kernels.elementwise.fast import FastRows  # noqa: E402
 from kernels.elementwise.op import AddNormFn, HeadLayout, RowFn, RowOps  # noqa: E402
 from kernels.jit.availability import why_no_jit  # noqa: E402
+from kernels.jit.compile import COMPILED as COMPILED_SECONDS  # noqa: E402
 from kernels.jit.driver import LaunchError  # noqa: E402
 from kernels.jit.green_contexts import GreenContextRefused, split_card  # noqa: E402
 from kernels.jit.mapped_memory import CudaMemory, why_no_virtual_memory  # noqa: E402
@@ -45,6 +46,7 @@ from kernels.linear.op import (  # noqa: E402
     LinearPolicy,
     explain_linear,
     explain_rows,
+    prepare_gate_up,
     prepare_linear,
 )
 from kernels.linear.probe import crossover, fastest_dense  # noqa: E402
@@ -70,11 +72,15 @@ from kernels.pack.round_columns import (  # noqa: E402
     gptq_columns,
     refuse_round_columns,
 )
+from kernels.sampling.cuda import DeviceArgmax, DeviceSampler, Outcome, new_outcome  # noqa: E402
+from kernels.sampling.cuda import room_bytes as sampler_room_bytes  # noqa: E402
+from kernels.sampling.op import Draw, Edit, pack_draws, pack_edits  # noqa: E402
 from kernels.spec.device import DeviceInfo, cuda_devices, device_info  # noqa: E402
 from kernels.spec.op import OpKey  # noqa: E402
 from kernels.spec.registry import Verdict, explain  # noqa: E402
 
 __all__ = [
+    "COMPILED_SECONDS",
     "CPU_HALF",
     "DENSE",
     "NATIVE_MOST_ROWS",
@@ -84,16 +90,16 @@ __all__ = [
     "AttentionPlan",
     "CudaMemory",
     "DenseLinear",
+    "DeviceArgmax",
+    "DeviceSampler",
+    "Draw",
+    "Edit",
     "GreenContextRefused",
     "HeadLayout",
     "HeadNorms",
     "Int8KV",
     "LaunchError",
     "LayerCache",
-    "DeviceArgmax",
-    "DeviceSampler",
-    "Draw",
-    "Edit",
     "DeviceInfo",
     "Linear",
     "LinearBackend",
@@ -106,13 +112,13 @@ __all__ = [
     "NativeShape",
     "NativeStep",
     "OpSet",
+    "Outcome",
     "PackedLinear",
     "RowFn",
     "RowOps",
     "StagedRows",
     "StoreFn",
     "Verdict",
-    "Outcome",
     "VirtualPool",
     "WritePlan",
     "cuda_devices",
@@ -131,31 +137,32 @@ __all__ = [
     "gptq_columns",
     "limit_multiprocessors",
     "moved",
+    "new_outcome",
     "op_set",
     "pack_codes",
-    "plan_attention",
-    "plan_write",
-    "prepare_linear",
-    "refuse_native_layers",
-    "new_outcome",
-    "refuse_round_columns",
-    "refuse_strips",
     "pack_draws",
     "pack_edits",
+    "plan_attention",
+    "plan_write",
+    "prepare_gate_up",
+    "prepare_linear",
+    "refuse_native_layers",
+    "refuse_round_columns",
+    "sampler_room_bytes",
+    "refuse_strips",
     "slice_rows",
     "split_card",
     "stage_decode",
     "strip_bytes",
     "tune_this_card",
+    "why_no_jit",
     "why_no_virtual_memory",
-    "sampler_room_bytes",
     "write_kv",
 ]
 
 LayerCache = Any
 """One layer's KV cache: a tensor, or Int8KV for ops that were chosen for one."""
 AttentionFn = Callable[[torch.Tensor, LayerCache, AttentionPlan], torch.Tensor]
-    "why_no_jit",
 PlanFn = Callable[..., AttentionPlan]
 """As plan_attention."""
 StaticPlanFn = Callable[[torch.Tensor, torch.Tensor, int, int, int | None], AttentionPlan]
@@ -167,7 +174,7 @@ PrepareStoreFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadLayout]
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What the choice of a model's ops depends on. dtype: of activations and KV cache alike, else
-    there is no kernel. bits: 8 for an INT8 cache, else 0.
+    there is no kernel. bits: 8 for an INT8 cache, else 0. wide: the residual stream is fp32.
     """
 
     device: torch.device
@@ -175,6 +182,7 @@ class LayerShape:
     head_dim: int
     block_tokens: int
     bits: int = 0
+    wide: bool = False
 
     def key(self, op: str) -> OpKey:
         """The question to a backend of `op`."""
@@ -209,7 +217,8 @@ def op_set(exact: bool, shape: LayerShape | None = None) -> OpSet:
     anywhere = OpSet(FastRows(), attention_sdpa)
     if shape is None or any(verdict.refusal for verdict in explain_layer(shape)):
         return anywhere
-    return OpSet(CUDA_ROWS, CUDA_ATTENTION, plan_attention_cuda, _prepare_store, static_plan_cuda)
+    rows = CudaRows(narrow=shape.dtype) if shape.wide else CUDA_ROWS
+    return OpSet(rows, CUDA_ATTENTION, plan_attention_cuda, _prepare_store, static_plan_cuda)
 
 
 def explain_layer(shape: LayerShape) -> tuple[Verdict, ...]:

@@ -96,6 +96,15 @@ class Checkpoint:
         return frozenset(self.config.eos_token_ids)
 
     @property
+    def packed(self) -> bool:
+        """Whether every linear of every layer is."""
+        return all(
+            entry.bits
+            for entry in self.entries
+            if entry.name.startswith("layers.") and not entry.name.endswith("norm")
+        )
+
+    @property
     def max_model_len(self) -> int:
         """Longest context in tokens."""
         return self.config.max_model_len

@@ -24,10 +24,9 @@ class DecoderLayer:
     add_attn_norm: ops.AddNormFn
     attention: Attention
     add_mlp_norm: ops.AddNormFn
-    gate_up: Projection
+    gated: Projection
+    """x -> silu(gate) * up."""
     down: Projection
-
-    silu_mul: ops.RowFn
 
     def apply(
         self, x: torch.Tensor, delta: torch.Tensor | None, kv: ops.LayerCache, step: StepTensors
@@ -37,21 +36,24 @@ class DecoderLayer:
         """
         normed = self.attn_norm(x) if delta is None else self.add_attn_norm(x, delta)
         normed = self.add_mlp_norm(x, self.attention(normed, kv, step))
-        return self.down(self.silu_mul(self.gate_up(normed)))
+        return self.down(self.gated(normed))
 
 
 class Decoder:
-    """All layers, and `norm`, the one before the head."""
+    """All layers, and `norm`, the one before the head. residual_dtype: of the stream between."""
 
-    def __init__(self, layers: list[DecoderLayer], norm: ops.RowFn) -> None:
+    def __init__(
+        self, layers: list[DecoderLayer], norm: ops.RowFn, residual_dtype: torch.dtype
+    ) -> None:
         self.layers = layers
         self.norm = norm
+        self._residual_dtype = residual_dtype
 
     def run(
         self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors, first: int, last: int
     ) -> torch.Tensor:
         """Layers first..last-1 over x [T, hidden]. x itself is left as it is, for a retry."""
-        x, delta = x.clone(), None
+        x, delta = x.to(self._residual_dtype, copy=True), None
         for layer, cache in zip(self.layers[first:last], kv[first:last], strict=True):
             delta = layer.apply(x, delta, cache, step)
         if delta is not None:
@@ -74,6 +76,12 @@ def build_layer(
         names = (fused,) if fused in linears else parts
         return side_by_side([linears[name] for name in names])
 
+    def gated() -> Projection:
+        gate_up, silu_mul = projection("gate_up", ("gate", "up")), op_set.rows.silu_mul
+        if "gate_up" in linears and linears["gate_up"].gated:
+            return gate_up
+        return lambda x: silu_mul(gate_up(x))
+
     def norm(name: str) -> ops.RowFn:
         return op_set.rows.norm(norms[name], config.rms_eps)
 
@@ -94,7 +102,6 @@ def build_layer(
         add_norm("attn_norm"),
         attention,
         add_norm("mlp_norm"),
-        projection("gate_up", ("gate", "up")),
+        gated(),
         linears["down"],
-        op_set.rows.silu_mul,
     )

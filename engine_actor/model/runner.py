@@ -62,9 +62,8 @@ class _Parts:
         if leaf in NORMS:
             self.norms[index][leaf] = _norm(name, weight)
         else:
-            self.linears[index][leaf] = ops.prepare_linear(
-                _linear(name, weight), self.precision.linears
-            )
+            prepare = ops.prepare_gate_up if leaf == "gate_up" else ops.prepare_linear
+            self.linears[index][leaf] = prepare(_linear(name, weight), self.precision.linears)
 
     def _take_embedding(self, weight: Weight) -> None:
         self.embedding = Embedding(weight, self.precision.hidden_dtype)
@@ -104,6 +103,7 @@ def build_runner(
     dense_prefill_copy: str = "auto",
     native_kernels: str = "auto",
     used_vocab: int | None = None,
+    packed: bool = False,
 ) -> ModelRunner:
     """A runner with an empty KV cache; call resize_kv before the first forward.
 
@@ -112,12 +112,13 @@ def build_runner(
     only). dense_prefill_copy: "auto", "on" or "off".
     native_kernels: "auto" (on a CPU, our compiled kernels where they can be built) or "off".
     used_vocab: ids the tokenizer can name; those above are padding and never leave the head.
+    packed: no linear of a layer is dense, known before the weights come.
     Raises CheckpointError naming a weight that is missing or belongs nowhere, ValueError for
     options that contradict each other.
     """
     vocab_size = min(config.vocab_size, used_vocab or config.vocab_size)
     precision = choose_precision(
-        config, torch.device(device), numerics, kv_dtype, dense_prefill_copy, native_kernels
+        config, torch.device(device), numerics, kv_dtype, dense_prefill_copy, native_kernels, packed
     )
     parts = _Parts(config, precision, vocab_size)
     for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
@@ -130,7 +131,8 @@ def build_runner(
     _set_crossover(parts.linears)
     native = _native_forward(parts, block_tokens)
     settle_allocator(precision.device)
-    decoder = Decoder(layers, op_set.rows.norm(parts.norm, config.rms_eps))
+    norm = op_set.rows.norm(parts.norm, config.rms_eps)
+    decoder = Decoder(layers, norm, precision.residual_dtype)
     device = precision.device
     kv = KVStore(config, precision.kv_dtype, block_tokens, device, pool_maker(device))
     return ModelRunner(
@@ -173,6 +175,7 @@ def _op_set(config: ModelConfig, precision: Precision, block_tokens: int) -> ops
         config.head_dim,
         block_tokens,
         bits=8 if is_int8 else 0,
+        wide=precision.residual_dtype != precision.hidden_dtype,
     )
     refusals = [verdict.refusal for verdict in ops.explain_layer(shape) if verdict.refusal]
     if is_int8 and refusals:

@@ -28,10 +28,10 @@ def norm_threads(width: int) -> int:
     return min(MOST_THREADS, -(-width // (32 * VECTOR)) * 32)
 
 
-def norm_variant(entry: str, width: int, bf16: int) -> Variant:
-    """rms_norm or add_rms_norm for rows of `width` values."""
+def norm_variant(entry: str, width: int, bf16: int, wide: int = 0) -> Variant:
+    """rms_norm or add_rms_norm for rows of `width` values. wide: 1 for an fp32 residual stream."""
     threads = norm_threads(width)
-    defines = {"WIDTH": width, "THREADS": threads, "BF16": bf16}
+    defines = {"WIDTH": width, "THREADS": threads, "BF16": bf16, "WIDE": wide}
     return Variant(SOURCE, entry, defines, max_registers=64, threads=threads)
 
 
@@ -44,13 +44,13 @@ SHIPPED = tuple(
     norm_variant(entry, width, bf16)
     for entry in ("rms_norm", "add_rms_norm")
     for width in (576, 2048, 3584, 8192)
-    for bf16 in (0, 1)
+    for bf16, wide in ((0, 0), (1, 0), (0, 1))
 ) + tuple(silu_variant(bf16) for bf16 in (0, 1))
 
 
 @cache
-def _norm_kernel(entry: str, width: int, bf16: int) -> Kernel:
-    return norm_variant(entry, width, bf16).kernel()
+def _norm_kernel(entry: str, width: int, bf16: int, wide: int) -> Kernel:
+    return norm_variant(entry, width, bf16, wide).kernel()
 
 
 @cache
@@ -59,16 +59,23 @@ def _silu_kernel(bf16: int) -> Kernel:
 
 
 def _fits(x: torch.Tensor, width: int) -> bool:
-    return x.dtype in DTYPES and width % VECTOR == 0 and x.is_contiguous() and x.is_cuda
+    return x.dtype in DTYPES and _lies(x, width)
+
+
+def _lies(x: torch.Tensor, width: int) -> bool:
+    return width % VECTOR == 0 and x.is_contiguous() and x.is_cuda
 
 
 class CudaRows:
-    """The RowOps of half-precision activations on a GPU."""
+    """The RowOps of half-precision activations on a GPU. narrow: what norms of an fp32 residual
+    stream give; None where activations and residual have one dtype.
+    """
 
     name = "cuda.rows"
 
-    def __init__(self) -> None:
+    def __init__(self, narrow: torch.dtype | None = None) -> None:
         self._torch = FastRows()
+        self._narrow = narrow
 
     def refuse(self, key: OpKey) -> str | None:
         """None where the kernels can serve a model's activations; else why not."""
@@ -80,10 +87,11 @@ class CudaRows:
         other = self._torch.norm(weight, eps)
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            if not _fits(x, width):
-                return other(x)
-            out = torch.empty_like(x)
-            kernel = _norm_kernel("rms_norm", width, DTYPES[x.dtype])
+            given = self._given(x)
+            if not (given in DTYPES and _lies(x, width)):
+                return other(x).to(given)
+            out = torch.empty_like(x, dtype=given)
+            kernel = _norm_kernel("rms_norm", width, DTYPES[given], int(x.dtype != given))
             block = (norm_threads(width), 1, 1)
             grid = (x.numel() // width, 1, 1)
             kernel.launch(grid, block, x, weight, out, eps, launch_dependents=True)
@@ -97,16 +105,22 @@ class CudaRows:
         other = self._torch.add_norm(weight, eps)
 
         def run(x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-            if not (_fits(x, width) and _fits(delta, width) and x.dtype == delta.dtype):
-                return other(x, delta)
-            out = torch.empty_like(x)
-            kernel = _norm_kernel("add_rms_norm", width, DTYPES[x.dtype])
+            given = self._given(x)
+            if not (_lies(x, width) and _fits(delta, width) and delta.dtype == given):
+                return other(x, delta).to(given)
+            out = torch.empty_like(delta)
+            kernel = _norm_kernel("add_rms_norm", width, DTYPES[given], int(x.dtype != given))
             block = (norm_threads(width), 1, 1)
             grid = (x.numel() // width, 1, 1)
             kernel.launch(grid, block, x, delta, weight, out, eps, launch_dependents=True)
             return out
 
         return run
+
+    def _given(self, x: torch.Tensor) -> torch.dtype:
+        """The dtype of x's norm."""
+        is_wide = self._narrow is not None and x.dtype == torch.float32
+        return self._narrow if is_wide and self._narrow is not None else x.dtype
 
     def rotation(self, cos: torch.Tensor, sin: torch.Tensor, heads: HeadLayout) -> RowFn:
         """See RowOps. The fused kernel of kernels.kv does this in the engine's own path."""

@@ -1,6 +1,6 @@
 // Row-wise ops between the linears: RMS norm, the same behind a residual add, gated SiLU.
 // Arithmetic is fp32, each result is rounded once. -DBF16; norms also -DWIDTH (values a row, a
-// multiple of 8), -DTHREADS (a multiple of 32).
+// multiple of 8), -DTHREADS (a multiple of 32), -DWIDE (1: x, the residual stream, is fp32).
 #include "element.cuh"
 
 constexpr int VECTOR = 8;  // values of one 16-byte access
@@ -37,29 +37,56 @@ __device__ __forceinline__ float sum_of_block(float x) {
     return sum;
 }
 
+#if WIDE
+using residual = float;
+
+__device__ __forceinline__ void load_residual(const float* x, float (&values)[VECTOR]) {
+    const float4 low = *reinterpret_cast<const float4*>(x);
+    const float4 high = *reinterpret_cast<const float4*>(x + 4);
+    values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+    values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
+__device__ __forceinline__ void store_residual(float* x, float (&values)[VECTOR]) {
+    float4* to = reinterpret_cast<float4*>(x);
+    to[0] = make_float4(values[0], values[1], values[2], values[3]);
+    to[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+#else
+using residual = element;
+
+__device__ __forceinline__ void load_residual(const element* x, float (&values)[VECTOR]) {
+    widen(load_words<16>(x), values);
+}
+
+// The norm sees the rounded values, as later layers do.
+__device__ __forceinline__ void store_residual(element* x, float (&values)[VECTOR]) {
+    const Words<16> rounded = narrow(values);
+    store_words(x, rounded);
+    widen(rounded, values);
+}
+#endif
+
 // out = x / sqrt(mean(x^2) + eps) * weight; with `delta`, x += delta first. grid (rows).
-__device__ __forceinline__ void norm_row(element* x, const element* delta, const float* weight,
+__device__ __forceinline__ void norm_row(residual* x, const element* delta, const float* weight,
                                          element* out, float eps) {
     allow_next();
     const size_t row = size_t(blockIdx.x) * WIDTH;
-    Words<16> kept[CHUNKS];
+    float kept[CHUNKS][VECTOR];
     float squares = 0.f;
     wait_for_previous();
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         const int at = (c * THREADS + threadIdx.x) * VECTOR;
         if (at >= WIDTH) continue;
-        kept[c] = load_words<16>(x + row + at);
-        float values[VECTOR];
-        widen(kept[c], values);
+        float(&values)[VECTOR] = kept[c];
+        load_residual(x + row + at, values);
         if (delta != nullptr) {
             float more[VECTOR];
             widen(load_words<16>(delta + row + at), more);
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) values[i] += more[i];
-            kept[c] = narrow(values);
-            store_words(x + row + at, kept[c]);
-            widen(kept[c], values);  // the norm sees the rounded residual, as later layers do
+            store_residual(x + row + at, values);
         }
 #pragma unroll
         for (int i = 0; i < VECTOR; ++i) squares += values[i] * values[i];
@@ -69,8 +96,7 @@ __device__ __forceinline__ void norm_row(element* x, const element* delta, const
     for (int c = 0; c < CHUNKS; ++c) {
         const int at = (c * THREADS + threadIdx.x) * VECTOR;
         if (at >= WIDTH) continue;
-        float values[VECTOR];
-        widen(kept[c], values);
+        float(&values)[VECTOR] = kept[c];
         const float4 low = *reinterpret_cast<const float4*>(weight + at);
         const float4 high = *reinterpret_cast<const float4*>(weight + at + 4);
         const float by[VECTOR] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -81,12 +107,12 @@ __device__ __forceinline__ void norm_row(element* x, const element* delta, const
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-rms_norm(const element* x, const float* weight, element* out, float eps) {
-    norm_row(const_cast<element*>(x), nullptr, weight, out, eps);
+rms_norm(const residual* x, const float* weight, element* out, float eps) {
+    norm_row(const_cast<residual*>(x), nullptr, weight, out, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-add_rms_norm(element* x, const element* delta, const float* weight, element* out, float eps) {
+add_rms_norm(residual* x, const element* delta, const float* weight, element* out, float eps) {
     norm_row(x, delta, weight, out, eps);
 }
 #else

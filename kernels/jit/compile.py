@@ -6,7 +6,9 @@ Errors name file, line and the line's text. Knows no device and launches nothing
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from kernels.jit.nvrtc import NvrtcError, nvrtc
 from kernels.jit.source import INCLUDE_FOLDER, digest, included_files
 from kernels.jit.toolkit import include_folders
 
+LOGGER = logging.getLogger(__name__)
 FLAGS = ("-std=c++17", "--ptxas-options=-v")
 NO_CACHE = "--no-cache"
 NO_CACHE_SINCE = (12, 9)
@@ -24,6 +27,8 @@ nobody could say what the kernel takes.
 ARCHITECTURE_SPECIFIC = {90: "sm_90a"}
 """wgmma and setmaxnreg exist in the `a` target only; a cubin is for one architecture anyway."""
 Defines = Mapping[str, int | float | str]
+COMPILED: list[float] = []
+"""Seconds that each compile of this process took; what came from the disk is not among them."""
 _ERROR = re.compile(
     r"^(?P<file>[^\s(][^(\n]*)\((?P<line>\d+)\): (?P<text>(?:catastrophic )?error.*)$"
 )
@@ -59,6 +64,8 @@ def compile_cubin(source: Path, defines: Defines, sm: int) -> Cubin:
     if sm not in compiler.architectures:
         known = ", ".join(map(str, compiler.architectures))
         raise CompileError(f"NVRTC {version} does not know sm_{sm}; it knows {known}")
+    LOGGER.info("compiling %s for sm_%d (once on this machine)", source.name, sm)
+    begun = time.perf_counter()
     options += [f"-I{folder}" for folder in folders]
     if compiler.version >= NO_CACHE_SINCE:
         options.append(NO_CACHE)
@@ -68,6 +75,7 @@ def compile_cubin(source: Path, defines: Defines, sm: int) -> Cubin:
         raise CompileError(readable(error, source, defines, sm)) from None
     cubin = Cubin(code, resources_of(log))
     store_cubin(key, cubin)
+    COMPILED.append(time.perf_counter() - begun)
     return cubin
 
 

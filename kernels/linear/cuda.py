@@ -17,7 +17,7 @@ from kernels.jit.availability import why_no_jit
 from kernels.linear.dequantise_cublas import DequantiseCublas
 from kernels.linear.row_policy import FEW_ROWS, MOST_ROWS, Policy, RowChoice, row_choices
 from kernels.linear.seed import SeedBatchTile, SeedGemv, SeedTiled
-from kernels.linear.strip import StripWeights, to_strips
+from kernels.linear.strip import STRIP_ROWS, StripWeights, interleave_halves, to_strips
 from kernels.linear.strip_dense import StripCublas
 from kernels.linear.strip_few import FewRows
 from kernels.linear.strip_gemm import GemmAmpere
@@ -46,9 +46,13 @@ class CudaBackend(Protocol):
 
 @runtime_checkable
 class StripBackend(Protocol):
-    """One that reads strips: several of them then share one re-laid copy of a layer."""
+    """One that reads strips: several of them then share one re-laid copy of a layer. gated: the
+    strips are a fused gate and up, interleaved, and y is silu(gate) * up, [M, N / 2].
+    """
 
-    def prepare_strips(self, strips: StripWeights, dtype: torch.dtype) -> LinearFn: ...
+    def prepare_strips(
+        self, strips: StripWeights, dtype: torch.dtype, *, gated: bool = False
+    ) -> LinearFn: ...
 
 
 BACKENDS: tuple[CudaBackend, ...] = (
@@ -110,8 +114,31 @@ class Cuda:
 
     def prepare(self, weights: Weights, dtype: torch.dtype) -> LinearFn:
         assert not isinstance(weights, DenseLinear)
+        return self._prepare(weights, dtype, gated=False)
+
+    def refuse_gated(self, key: OpKey) -> str | None:
+        """Why prepare_gated() cannot be called for such a layer, else None."""
+        refusal = self.refuse(key)
+        if refusal is not None:
+            return refusal
+        if key.n % STRIP_ROWS:
+            return f"gate and up have {key.n} rows together, not a multiple of {STRIP_ROWS}"
+        other = [
+            backend.name
+            for backend, _ in self.choices(key)
+            if not isinstance(backend, StripBackend)
+        ]
+        return f"{other[0]} reads no strips" if other else None
+
+    def prepare_gated(self, weights: PackedLinear, dtype: torch.dtype) -> LinearFn:
+        """silu(gate) * up of a fused gate and up, formed where each kernel adds up: every number of
+        rows reads the same interleaved strips.
+        """
+        return self._prepare(weights, dtype, gated=True)
+
+    def _prepare(self, weights: PackedLinear, dtype: torch.dtype, gated: bool) -> LinearFn:
         key = linear_key(weights, dtype, weights.qweight.device, exact=False)
-        prepared = _Prepared(weights, dtype, key)
+        prepared = _Prepared(weights, dtype, key, gated)
         few: list[LinearFn] = []
         many: dict[int, LinearFn] = {}
         for backend, choice in self.choices(key):
@@ -125,8 +152,9 @@ class Cuda:
 class _Prepared:
     """The functions of one layer, each made when it is first asked for."""
 
-    def __init__(self, weights: PackedLinear, dtype: torch.dtype, key: OpKey) -> None:
-        self._weights = weights
+    def __init__(self, weights: PackedLinear, dtype: torch.dtype, key: OpKey, gated: bool) -> None:
+        self._weights = interleave_halves(weights) if gated else weights
+        self._gated = gated
         self._dtype = dtype
         self._key = key
         self._strips: StripWeights | None = None
@@ -145,7 +173,7 @@ class _Prepared:
             return backend.prepare(self._weights, self._dtype)
         if self._strips is None:
             self._strips = to_strips(self._weights)
-        return backend.prepare_strips(self._strips, self._dtype)
+        return backend.prepare_strips(self._strips, self._dtype, gated=self._gated)
 
 
 def _through_half(run: LinearFn, dtype: torch.dtype) -> LinearFn:

@@ -38,7 +38,12 @@ class StripCublas:
         return self.prepare_strips(to_strips(weights), dtype)
 
     def prepare_strips(
-        self, strips: StripWeights, dtype: torch.dtype, slice_bytes: int = SLICE_BYTES
+        self,
+        strips: StripWeights,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        slice_bytes: int = SLICE_BYTES,
     ) -> LinearFn:
         """As prepare(), of weights that other backends read too."""
         n, k = strips.out_features, -(-strips.in_features // 8) * 8
@@ -53,9 +58,16 @@ class StripCublas:
                 dense = scratch[: last - first]
                 make_dense(strips, first // STRIP_ROWS, dense)
                 torch.mm(x, dense.T, out=y[:, first:last])
-            return y if strips.bias is None else y.add_(strips.bias)
+            y = y if strips.bias is None else y.add_(strips.bias)
+            return gated_product(y) if gated else y
 
         return run
+
+
+def gated_product(y: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of rows [M, N] of interleaved strips (strip.interleave_halves)."""
+    gate, up = y.view(y.shape[0], -1, 2, STRIP_ROWS // 2).unbind(2)
+    return (torch.nn.functional.silu(gate) * up).flatten(1)
 
 
 def rows_at_once(n: int, k: int, slice_bytes: int) -> int:

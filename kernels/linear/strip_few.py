@@ -100,9 +100,11 @@ class FewRows:
         assert not isinstance(weights, DenseLinear)
         return StripFew(to_strips(weights))
 
-    def prepare_strips(self, strips: StripWeights, dtype: torch.dtype) -> LinearFn:
+    def prepare_strips(
+        self, strips: StripWeights, dtype: torch.dtype, *, gated: bool = False
+    ) -> LinearFn:
         """The same for weights that others read as well."""
-        return StripFew(strips)
+        return StripFew(strips, gated)
 
 
 SHIPPED = (
@@ -131,7 +133,11 @@ SHIPPED = (
         for tile in (ALONG_LONG_K[3], WIDE, WIDE_PAIRS_16[3], WIDE_32[3])
     ),
     *(tile.variant(4, 32, offsets=True) for tile in (WIDE, WIDE_PAIRS_16[4])),
+    *(
+        tile.variant(4, 128, offsets=False, gated=True)
+        for tile in (WIDE, WIDE_PAIRS, WIDE_FOURS_16, WIDE_32[4])
+    ),
 )
 """Every shape for W4 in symmetric groups of 128, the largest ones for W3 and for groups of 32 with
-offsets; other kinds of weights compile on first use.
+offsets, gate and up on wide shapes; other kinds of weights compile on first use.
 """

@@ -117,13 +117,19 @@ class GemmAmpere:
         assert not isinstance(weights, DenseLinear)
         return self.prepare_strips(to_strips(weights), dtype)
 
-    def prepare_strips(self, strips: StripWeights, dtype: torch.dtype) -> ManyRows[Tile]:
+    def prepare_strips(
+        self, strips: StripWeights, dtype: torch.dtype, *, gated: bool = False
+    ) -> ManyRows[Tile]:
         """As prepare(), of weights that other backends read too."""
-        return ManyRows(strips, TILES)
+        return ManyRows(strips, TILES, gated)
 
 
 SHIPPED = tuple(
-    tile.variant(bits, group, offsets)
+    tile.variant(bits, group, offsets, silu)
     for tile in TILES
-    for bits, group, offsets in ((4, 128, False), (3, 32, True))
+    for bits, group, offsets, silu in (
+        (4, 128, False, False),
+        (4, 128, False, True),
+        (3, 32, True, False),
+    )
 )

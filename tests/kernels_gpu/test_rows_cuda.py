@@ -43,6 +43,26 @@ def test_norms(rows: int, width: int, name: str) -> None:
     torch.testing.assert_close(got.float(), want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("width", [64, 2048, 8192, 11008])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_norms_of_a_wide_residual(rows: int, width: int) -> None:
+    """fp32 in, beyond what fp16 holds; fp16 out, as the linears want it."""
+    wide = CudaRows(narrow=torch.float16)
+    x = torch.randn(rows, width, device="cuda") * 3
+    x[:, 5] = 3e5
+    delta, weight = torch.randn_like(x).half(), torch.rand(width, device="cuda") + 0.5
+    got = wide.norm(weight, EPS)(x)
+    assert got.dtype == torch.float16
+    want = rms_norm_reference(x, weight, EPS)
+    torch.testing.assert_close(got.float(), want, rtol=1.5e-3, atol=1e-5)
+    total = x + delta
+    got = wide.add_norm(weight, EPS)(x, delta)
+    assert got.dtype == torch.float16
+    assert torch.equal(x, total)
+    want = rms_norm_reference(total, weight, EPS)
+    torch.testing.assert_close(got.float(), want, rtol=1.5e-3, atol=1e-5)
+
+
 def test_other_tensors_take_the_torch_way() -> None:
     """fp32, odd widths, slices with gaps."""
     for x in (

@@ -37,7 +37,7 @@ def test_equals_reference_whatever_the_slices(name: str) -> None:
     x = torch.randn(130, layer.in_features, device=CUDA).half()
     want = linear_reference(x, layer)
     for slice_bytes in (1, 64 << 20):
-        run = StripCublas().prepare_strips(to_strips(layer), torch.float16, slice_bytes)
+        run = StripCublas().prepare_strips(to_strips(layer), torch.float16, slice_bytes=slice_bytes)
         poison(want.half())
         error = float((run(x).float() - want).abs().max() / want.abs().max())
         assert error < LINEAR.allowed("float16")
