@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parent.parent
+ARCHIVED = ROOT / ".git_archival.txt"
+"""Holds a placeholder that `git archive` replaces by the commit (.gitattributes)."""
 
 # The flags that decide which matrix kernels a CPU library picks.
 CPU_FLAGS = (
@@ -157,13 +160,20 @@ def _require(
 
 
 def _commit() -> tuple[str, bool]:
-    """The checkout's commit and whether tracked files differ from it; ("", True) without git."""
+    """The checkout's commit and whether tracked files differ from it. In what `git archive` made:
+    the commit that it wrote into ARCHIVED. ("", True) where neither says."""
     try:
         head = _output(["git", "rev-parse", "HEAD"])
         status = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     except (OSError, subprocess.CalledProcessError):
-        return "", True
+        return _archived_commit()
     return head.strip(), bool(status.strip())
+
+
+def _archived_commit() -> tuple[str, bool]:
+    text = ARCHIVED.read_text(encoding="ascii") if ARCHIVED.is_file() else ""
+    found = re.fullmatch(r"commit: ([0-9a-f]{40})", text.strip())
+    return (found[1], False) if found else ("", True)
 
 
 def _output(command: list[str]) -> str:

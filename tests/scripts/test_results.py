@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import results
 from results import CPU_FLAGS, make_record, make_row, percentile, validate, write_record
 
 
@@ -75,3 +76,20 @@ def test_a_field_of_ones_own_is_refused():
         validate(_record() | {"speedup": 2})
     with pytest.raises(ValueError, match="rows is empty"):
         validate(_record() | {"rows": []})
+
+
+def test_an_archive_knows_its_commit(tmp_path, monkeypatch):
+    """`git archive` fills the placeholder in; a checkout asks git."""
+    archived = tmp_path / ".git_archival.txt"
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "ARCHIVED", archived)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for text, expected in (
+        (None, ("", True)),
+        ("commit: $Format:%H$\n", ("", True)),
+        (f"commit: {'0a' * 20}\n", ("0a" * 20, False)),
+    ):
+        if text is not None:
+            archived.write_text(text)
+        record = make_record("test", {}, [make_row({}, "m", "s", [1.0], 0)])
+        assert (record["commit"], record["dirty"]) == expected
