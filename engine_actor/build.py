@@ -36,7 +36,7 @@ from engine_actor.model.memory import (
 )
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.sampler import Sampler
-from engine_actor.planning import plan_here, render
+from engine_actor.planning import plan_here, render, wants_small_workspaces
 from engine_actor.service import EngineService
 from engine_actor.threads import engine_threads, physical_cores
 from engine_actor.warm_up import warm_up
@@ -104,6 +104,8 @@ def plan_device(args: AppArgs, checkpoint: Checkpoint, device: torch.device) -> 
     if plan.refusal is not None:
         instead = f"; would fit: {'; or '.join(plan.instead)}" if plan.instead else ""
         raise CheckpointError(f"the model does not fit on the card: {plan.refusal}{instead}")
+    if wants_small_workspaces(plan.allowance):
+        load.choose_small_workspaces()
     card_ledger(device).hold(plan.allowance)
     return plan
 

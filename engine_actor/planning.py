@@ -15,7 +15,15 @@ from configs.schema import AppArgs, EngineConfig
 from engine_actor import ops
 from engine_actor.load.checkpoint import Checkpoint
 from engine_actor.load.footprint import WeightBytes, weight_bytes
-from engine_actor.model.card_plan import Card, CardPlan, Part, Request, Settings, plan_card
+from engine_actor.model.card_plan import (
+    Card,
+    CardPlan,
+    Part,
+    Request,
+    Settings,
+    allowance,
+    plan_card,
+)
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.kv_store import array_block_bytes
 from engine_actor.model.ledger import MIB
@@ -23,6 +31,7 @@ from engine_actor.model.memory import card_of
 from engine_actor.model.precision import compute_dtype, resolve_kv_dtype
 from engine_actor.model.step_bytes import StepShape, step_parts
 
+SMALL_CARD_BYTES = 12 << 30
 STREAMS_OF_A_PAIR = 3
 """The caller's, decode's and prefill's; without overlap the caller's alone."""
 
@@ -33,6 +42,8 @@ def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: i
     each other. The checkpoint may be any object with `config`, `entries` and usable_vocab_size().
     """
     config, model = args.engine, checkpoint.config
+    limit = None if config.memory_limit_mb is None else config.memory_limit_mb * MIB
+    reserve = config.reserve_memory_mb * MIB
     device = torch.device("cuda")
     item_bytes = compute_dtype(model, device, config.numerics).itemsize
     kv_dtype = resolve_kv_dtype(model, device, config.numerics, config.kv.dtype)
@@ -48,12 +59,13 @@ def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: i
         partial_prefills=config.max_partial_prefills,
         block_tokens=config.kv.block_tokens,
         graphs=config.cuda_graphs,
+        small_workspaces=wants_small_workspaces(allowance(card, limit, reserve)),
     )
     return plan_card(
         Request(
             card=card,
-            limit=None if config.memory_limit_mb is None else config.memory_limit_mb * MIB,
-            reserve=config.reserve_memory_mb * MIB,
+            limit=limit,
+            reserve=reserve,
             settings=Settings(
                 max_model_len=args.model.max_model_len or checkpoint.max_model_len,
                 max_num_seqs=config.max_num_seqs,
@@ -75,6 +87,11 @@ def plan_here(args: AppArgs, checkpoint: Checkpoint, device: torch.device) -> Ca
     """The plan for a CUDA device of this machine as it is now. Raises as plan_for()."""
     card, held = card_of(device)
     return plan_for(args, checkpoint, card, ops.device_info(device).sm, held)
+
+
+def wants_small_workspaces(allowed: int) -> bool:
+    """Whether a card of so many bytes is better off with small workspaces of cuBLAS."""
+    return allowed < SMALL_CARD_BYTES
 
 
 def takes_int8(config: EngineConfig, model: ModelConfig) -> bool:

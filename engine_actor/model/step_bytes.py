@@ -16,6 +16,7 @@ from engine_actor.model.decode_buckets import DecodeBuckets
 from engine_actor.model.decode_graphs import graph_bytes, static_bytes
 from engine_actor.model.ledger import MIB
 
+HOPPER = 90
 FEW_ROWS = 64
 """Up to here a linear needs no scratch."""
 SCRATCH_BYTES = 64 * MIB
@@ -28,8 +29,8 @@ HEAD_SLICE_ROWS = 8192
 POSITIONS_AT_ONCE = 1024
 INT8_KEY_BYTES = {"float16": 3, "bfloat16": 11, "float32": 9}
 """Of a gathered INT8 key or value: its code, what it becomes, and what lies between."""
-WORKSPACE_BYTES = {90: 33 * MIB, 0: 9344 * 1024}
-"""Of cuBLAS and cuBLASLt for a stream, by the least compute capability that takes so much."""
+WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 33 * MIB, 9344 * 1024
+"""Of cuBLAS and cuBLASLt for a stream, on Hopper by default and as configs.load chooses it."""
 ROUNDING_BYTES = 22 * MIB
 """torch takes memory in pages of 20 MiB for large tensors and 2 MiB for small ones; the last of a
 stream, and of the graphs, are not full.
@@ -52,6 +53,7 @@ class StepShape:
     partial_prefills: int
     block_tokens: int
     graphs: bool
+    small_workspaces: bool = False
 
 
 def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
@@ -68,9 +70,9 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
             yield Part("decode graphs", nbytes, f"{len(buckets)} at most, made with use")
     yield Part("sampler", sampler_bytes(shape, rows))
     yield Part("position tables", table_bytes(shape.model, settings.max_model_len))
-    yield Part("library workspaces", workspace_bytes(shape), f"{shape.streams} streams")
-    pools = shape.streams + shape.graphs
-    yield Part("allocator's pages", pools * ROUNDING_BYTES, f"{pools} pools")
+    streams = multiplying(shape)
+    yield Part("library workspaces", workspace_bytes(shape), f"{streams} streams")
+    yield Part("allocator's pages", streams * ROUNDING_BYTES, f"of {streams} streams")
 
 
 def prompt_bytes(shape: StepShape, settings: Settings) -> int:
@@ -111,8 +113,13 @@ def table_bytes(model: ModelConfig, max_model_len: int) -> int:
 
 def workspace_bytes(shape: StepShape) -> int:
     """cuBLAS's, one a stream that multiplies."""
-    each = next(size for least, size in WORKSPACE_BYTES.items() if shape.sm >= least)
-    return shape.streams * each
+    is_small = shape.sm < HOPPER or shape.small_workspaces
+    return multiplying(shape) * (SMALL_WORKSPACE_BYTES if is_small else WORKSPACE_BYTES)
+
+
+def multiplying(shape: StepShape) -> int:
+    """Streams that products run on; graphs are captured on one of their own."""
+    return shape.streams + shape.graphs
 
 
 def _row_bytes(shape: StepShape) -> int:
