@@ -37,6 +37,11 @@ def tokens_beside(budget: int, n_decoding: int) -> int:
     return rows - n_decoding
 
 
+def layers_of_slice(slice_tokens: int, chunk_tokens: int, n_layers: int) -> int:
+    """Layers of a chunk that take about as long as slice_tokens through all of them, at least 1."""
+    return max(1, min(n_layers, n_layers * slice_tokens // chunk_tokens))
+
+
 def limited_blocks(base: int, fraction: float) -> int:
     """Blocks of a pool of `base` that a limit leaves; never none."""
     return max(1, int(base * fraction))

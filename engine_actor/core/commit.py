@@ -26,6 +26,7 @@ class Launch:
     samples: bool
     scores_prompt: bool = False
     stale: bool = False
+    is_range: bool = False
 
 
 @dataclass(slots=True)
@@ -79,11 +80,11 @@ class Committer:
                 else:
                     token = tokens.get(seq.key) if launch.samples else None
                     if not self._join(launch, computed.get(seq.key), token):
-                        self._rewind(seq, later)
+                        self._rewind(launch, later)
                     elif (end := self._accept(seq, launch, token, limits, now)) is not None:
                         finished.append(end)
                     elif seq.key in outcome.rerun:
-                        self._rewind(seq, later)
+                        self._rewind(launch, later)
             if seq in self._roster.leaving:
                 self._roster.settle(seq)
         return tuple(finished)
@@ -104,9 +105,13 @@ class Committer:
             self._kv.register(seq)
         return computed == launch.end
 
-    def _rewind(self, seq: Sequence, later: Iterable[Flight]) -> None:
+    def _rewind(self, failed: Launch, later: Iterable[Flight]) -> None:
         """Plan again from the last valid position; what was launched beyond it is void."""
+        seq = failed.seq
         seq.n_scheduled = seq.n_computed
+        seq.next_layer = 0
+        # A whole chunk can be made smaller until it passes, a range of layers cannot.
+        seq.whole_chunks = seq.whole_chunks or failed.is_range
         for flight in later:
             for launch in flight.launches:
                 if launch.seq is seq:

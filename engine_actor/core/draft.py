@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from engine_actor.core.commit import Flight, Launch
 from engine_actor.core.overlap_policy import Sharing
-from engine_actor.core.plan import DecodeSlot, PrefillChunk, Refusal, StepPlan
+from engine_actor.core.plan import DecodeSlot, LayerRange, PrefillChunk, Refusal, StepPlan
 from engine_actor.core.roster import Roster
 from engine_actor.core.sequence import FinishReason, Key, Sequence
 
@@ -57,13 +57,18 @@ class StepDraft:
         self._decode.append(DecodeSlot(seq.key, position, token, blocks, seq.slot))
         self._launch(seq, position + 1, samples=True, scores_prompt=False)
 
-    def add_chunk(self, seq: Sequence, n_tokens: int, block_tokens: int) -> None:
-        """Compute the next n_tokens of a prompt (or of a preempted sequence's known tokens)."""
+    def add_chunk(
+        self, seq: Sequence, n_tokens: int, block_tokens: int, layers: LayerRange | None = None
+    ) -> None:
+        """Compute the next n_tokens of a prompt (or of a preempted sequence's known tokens), or
+        some layers of them; the ranges of a chunk follow each other from 0.
+        """
         start = seq.n_scheduled
         end = start + n_tokens
-        samples = end == len(seq.tokens) and seq.sampling.max_tokens > 0
+        ends = layers is None or layers.last == layers.of
+        samples = ends and end == len(seq.tokens) and seq.sampling.max_tokens > 0
         wanted = seq.sampling.prompt_logprobs
-        if not seq.n_prompt_scored <= start < seq.n_prompt - 1:
+        if not ends or not seq.n_prompt_scored <= start < seq.n_prompt - 1:
             wanted = None
         self._prefill.append(
             PrefillChunk(
@@ -75,9 +80,11 @@ class StepDraft:
                 samples=samples,
                 prompt_logprobs=wanted,
                 slot=seq.slot,
+                layers=layers,
             )
         )
-        self._launch(seq, end, samples, scores_prompt=wanted is not None)
+        seq.range_end, seq.next_layer = (0, 0) if ends or layers is None else (end, layers.last)
+        self._launch(seq, end if ends else start, samples, wanted is not None, layers is not None)
 
     def plan(self, step: int, sharing: Sharing) -> StepPlan:
         """The finished plan."""
@@ -95,10 +102,12 @@ class StepDraft:
         """The scheduler's own record of the launched step."""
         return Flight(step, self._launches)
 
-    def _launch(self, seq: Sequence, end: int, samples: bool, scores_prompt: bool) -> None:
+    def _launch(
+        self, seq: Sequence, end: int, samples: bool, scores_prompt: bool, is_range: bool = False
+    ) -> None:
         seq.n_scheduled = end
         seq.in_flight += 1
-        self._launches.append(Launch(seq, end, samples, scores_prompt))
+        self._launches.append(Launch(seq, end, samples, scores_prompt, is_range=is_range))
 
 
 def chunk_wanted(seq: Sequence) -> int:

@@ -15,6 +15,8 @@ class SchedulerLimits:
 
     `max_partial_prefills`: prompt chunks a step. `prefill_chunk_tokens`: their sum, and
     `prefill_chunk_tokens_while_decoding` the same while a stream decodes (None: no difference).
+    `prefill_slice_tokens`: while a stream decodes, a chunk of more tokens goes through the layers
+    in ranges, a step each, that take about as long as so many tokens through all `n_layers`.
     `pipeline_depth`: steps that may be planned before an earlier one is committed, 0 or 1.
     """
 
@@ -27,6 +29,8 @@ class SchedulerLimits:
     max_model_len: int
     pipeline_depth: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    prefill_slice_tokens: int | None = None
+    n_layers: int = 1
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_queue", "max_partial_prefills", "prefill_chunk_tokens"):
@@ -35,6 +39,8 @@ class SchedulerLimits:
             require_positive(
                 "prefill_chunk_tokens_while_decoding", self.prefill_chunk_tokens_while_decoding
             )
+        if self.prefill_slice_tokens is not None:
+            require_positive("prefill_slice_tokens", self.prefill_slice_tokens)
         if self.priority_ageing_s <= 0:
             raise InvalidParam("priority_ageing_s", "must be above 0")
         if self.pipeline_depth not in (0, 1):

@@ -19,11 +19,21 @@ class OverlapMode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRange:
+    """Layers first..last-1 of `of`: the part of a chunk's forward pass that one step runs."""
+
+    first: int
+    last: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Compute positions start..end-1 of one sequence. `samples` is True where end reaches the last
     known token, so the last row's logits give the next token. `tokens` are the ids of those
     positions. `blocks` covers positions 0..end-1. `prompt_logprobs`: all rows' logits are wanted.
     `slot`: where a sampled token goes in the device buffer that the next DecodeSlot may read.
+    `layers`: None for all; with the last of them the chunk is computed, before that nothing is.
     """
 
     key: Key
@@ -34,6 +44,12 @@ class PrefillChunk:
     samples: bool
     prompt_logprobs: int | None = None
     slot: int = 0
+    layers: LayerRange | None = None
+
+    @property
+    def ends(self) -> bool:
+        """True where this step runs the last layer."""
+        return self.layers is None or self.layers.last == self.layers.of
 
 
 @dataclass(frozen=True, slots=True)

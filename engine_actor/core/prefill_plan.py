@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from engine_actor.core.budget import prefill_budget, share_tokens, tokens_beside
+from engine_actor.core.budget import layers_of_slice, prefill_budget, share_tokens, tokens_beside
 from engine_actor.core.draft import StepDraft, chunk_wanted
 from engine_actor.core.limits import SchedulerLimits
 from engine_actor.core.overlap_policy import SERIAL, OverlapPolicy, Sharing, StepFacts
-from engine_actor.core.plan import OverlapMode
+from engine_actor.core.plan import LayerRange, OverlapMode
 from engine_actor.core.queue import aged_level
 from engine_actor.core.roster import Roster
 from engine_actor.core.sequence import SeqState, Sequence
@@ -35,11 +35,18 @@ def plan_prefill(
         limits.prefill_chunk_tokens, limits.prefill_chunk_tokens_while_decoding, draft.n_decoding
     )
     ready = _ready(roster, limits, now)
+    if not ready:
+        return SERIAL
     sharing = SERIAL
-    if ready and draft.n_decoding:
+    if draft.n_decoding:
         sharing = policy.choose(_facts(draft, ready, budget))
-        if sharing.mode is OverlapMode.MIXED:
-            budget = tokens_beside(budget, draft.n_decoding)
+    ranged = _add_range(draft, roster, limits, block_tokens, ready, budget, sharing)
+    if ranged is not None:
+        return ranged
+    if draft.n_decoding and limits.prefill_slice_tokens is not None:
+        budget = min(budget, limits.prefill_slice_tokens)
+    if sharing.mode is OverlapMode.MIXED:
+        budget = tokens_beside(budget, draft.n_decoding)
     for _, level in groupby(ready, key=lambda entry: entry[0]):
         group = [seq for _, seq in level]
         wanted = [chunk_wanted(seq) for seq in group]
@@ -49,6 +56,42 @@ def plan_prefill(
                 roster.take_turn(seq)
                 budget -= n_tokens
     return sharing
+
+
+def _add_range(
+    draft: StepDraft,
+    roster: Roster,
+    limits: SchedulerLimits,
+    block_tokens: int,
+    ready: list[Ready],
+    budget: int,
+    sharing: Sharing,
+) -> Sharing | None:
+    """Add the next layers of a chunk that is open, or the first ones of a long chunk beside decoded
+    rows; None where this step has none to add. A range is one sequence's alone: nobody's end may
+    leave another's layers half done.
+    """
+    n_layers = limits.n_layers
+    slice_tokens = limits.prefill_slice_tokens if draft.n_decoding else None
+    seq = next((seq for seq in roster.running if seq.next_layer), None)
+    if seq is not None:
+        n_tokens = seq.range_end - seq.n_scheduled
+    else:
+        seq = ready[0][1]
+        n_tokens = min(chunk_wanted(seq), budget)
+        is_mixed = sharing.mode is OverlapMode.MIXED
+        if slice_tokens is None or n_tokens <= slice_tokens or seq.whole_chunks or is_mixed:
+            return None
+        roster.take_turn(seq)
+    # Without a stream to wait for, whatever is left runs at once.
+    count = n_layers
+    if slice_tokens is not None:
+        count = layers_of_slice(slice_tokens, n_tokens, n_layers)
+    first = seq.next_layer
+    last = min(n_layers, first + count)
+    draft.add_chunk(seq, n_tokens, block_tokens, LayerRange(first, last, n_layers))
+    # A part of a forward pass cannot be one with the decoded rows.
+    return SERIAL if sharing.mode is OverlapMode.MIXED else sharing
 
 
 def _ready(roster: Roster, limits: SchedulerLimits, now: float) -> list[Ready]:

@@ -53,6 +53,7 @@ class Roster:
         self.running.remove(seq)
         seq.move(SeqState.WAITING)
         seq.n_preempted += 1
+        seq.next_layer = 0
         self.preemptions += 1
         self.waiting.add(seq)
         self.settle(seq)

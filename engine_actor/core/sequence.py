@@ -64,6 +64,8 @@ class Sequence:
     the prefix cache. frozen_blocks: tuple(blocks), kept until blocks change.
     n_prompt_scored: prompt rows whose logprobs are committed, so that a preempted request does not
     report them twice.
+    range_end, next_layer: a chunk n_scheduled..range_end-1 that is planned up to next_layer; 0
+    where none is open. whole_chunks: a range failed, so chunks are run whole from now on.
     """
 
     key: Key
@@ -95,6 +97,9 @@ class Sequence:
     n_registered: int = 0
     frozen_blocks: tuple[int, ...] | None = field(default=None, repr=False)
     n_prompt_scored: int = 0
+    range_end: int = 0
+    next_layer: int = 0
+    whole_chunks: bool = False
 
     @property
     def n_output(self) -> int:
@@ -104,6 +109,8 @@ class Sequence:
     @property
     def stalled(self) -> bool:
         """True while a launched work builds on a step that has to be run again."""
+        if self.next_layer:
+            return False
         return self.in_flight > 0 and self.n_scheduled == self.n_computed
 
     def move(self, state: SeqState) -> None:

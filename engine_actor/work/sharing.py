@@ -44,6 +44,10 @@ class SharedDevice:
         """What a policy may choose from."""
         return tuple(self._pairs)
 
+    def limit_of(self, mode: OverlapMode) -> int | None:
+        """What a prefill takes beside a decode in this mode where nobody says otherwise."""
+        return self._pairs[mode].max_ctas
+
     def launch(
         self,
         decode: Work | None,

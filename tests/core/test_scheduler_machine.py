@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         partial_prefills=st.sampled_from([1, 4]),
         chunk=st.sampled_from([1, 3, 7, 16, 64]),
         chunk_while_decoding=st.sampled_from([None, 2, 8]),
+        slice_tokens=st.sampled_from([None, 1, 2, 5]),
         max_num_seqs=st.sampled_from([1, 2, 3, 8]),
         prefix_cache=st.booleans(),
     )

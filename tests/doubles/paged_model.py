@@ -78,6 +78,7 @@ class PagedModel:
         self._truth: dict[Key, list[int]] = {}
         self._open: list[_OpenStep] = []
         self._void: set[Key] = set()
+        self._ranges: dict[Key, tuple[int, int, int]] = {}
 
     @property
     def n_open(self) -> int:
@@ -145,16 +146,19 @@ class PagedModel:
             if fault is not None and fault.kind == "mute" and not chunk.samples:
                 fault = None
             self._guard(chunk, step)
+            if not self._follows(chunk, void, fault):
+                if fault is None:
+                    computed.append((key, chunk.start))
+                else:
+                    self._broken(key, slot, fault, failures)
+                continue
             end = chunk.end
             if fault is not None and fault.kind == "partial":
                 end = (chunk.start + chunk.end) // 2
             token = self._compute(chunk, end, void, broken=fault is not None)
             if fault is not None:
-                self._void.add(key)
-                self._last_token[slot] = POISON
-                if fault.kind == "fail":
-                    failures.append(Failure(key, fault.reason, fault.code))
-                elif fault.kind == "retry":
+                self._broken(key, slot, fault, failures)
+                if fault.kind == "retry":
                     retry.append(key)
                 elif fault.kind in ("partial", "mute"):
                     computed.append((key, end))
@@ -163,6 +167,33 @@ class PagedModel:
             if chunk.samples:
                 self._last_token[slot] = token
                 sampled.append(SampledToken(key, token))
+
+    def _broken(self, key: Key, slot: int, fault: Fault, failures: list[Failure]) -> None:
+        """What was launched behind this part of a step means nothing."""
+        self._void.add(key)
+        self._last_token[slot] = POISON
+        if fault.kind == "fail":
+            failures.append(Failure(key, fault.reason, fault.code))
+
+    def _follows(self, chunk: PrefillChunk, void: bool, fault: Fault | None) -> bool:
+        """Check that a range of layers goes on where the one before it ended; its cells hold
+        nothing yet. True where the chunk is computed with it.
+        """
+        layers = chunk.layers
+        if layers is None:
+            self._ranges.pop(chunk.key, None)
+            return True
+        if not void:
+            assert 0 <= layers.first < layers.last <= layers.of, f"{chunk.key}: {layers}"
+            before = (chunk.start, chunk.end, layers.first)
+            assert layers.first == 0 or self._ranges.get(chunk.key) == before, f"{chunk.key}: a gap"
+            assert chunk.ends or not chunk.samples, f"{chunk.key} samples half way"
+        self._ranges[chunk.key] = (chunk.start, chunk.end, layers.last)
+        if chunk.ends and (fault is None or fault.kind not in ("partial", "mute")):
+            return True
+        for position in range(chunk.start, chunk.end):
+            self._write(chunk.blocks, position, POISON)
+        return False
 
     def _compute(self, chunk: PrefillChunk, end: int, void: bool, broken: bool) -> int:
         """Write the KV of a chunk up to `end`, poison beyond; returns the sampled token."""

@@ -30,6 +30,8 @@ class SchedulerHarness:
         max_partial_prefills: int = 4,
         chunk: int = 64,
         chunk_while_decoding: int | None = None,
+        slice_tokens: int | None = None,
+        n_layers: int = 4,
         ageing_s: float = 5.0,
         max_model_len: int = 4096,
         prefix_cache: bool = True,
@@ -47,6 +49,8 @@ class SchedulerHarness:
             max_model_len=max_model_len,
             pipeline_depth=depth,
             eos_token_ids=frozenset({EOS}),
+            prefill_slice_tokens=slice_tokens,
+            n_layers=n_layers,
         )
         self.scheduler = Scheduler(limits, self.kv, self.clock)
         self.model = PagedModel(block_tokens, fault)
@@ -164,7 +168,10 @@ class SchedulerHarness:
         budget = limits.prefill_chunk_tokens
         if plan.decode and limits.prefill_chunk_tokens_while_decoding is not None:
             budget = min(budget, limits.prefill_chunk_tokens_while_decoding)
-        assert sum(chunk.end - chunk.start for chunk in plan.prefill) <= budget
+        # The limits may have changed since an open range of layers began.
+        begun = [chunk for chunk in plan.prefill if chunk.layers is None or not chunk.layers.first]
+        assert sum(chunk.end - chunk.start for chunk in begun) <= budget
+        assert len(plan.prefill) == 1 or all(chunk.layers is None for chunk in plan.prefill)
         assert len(plan.prefill) <= limits.max_partial_prefills
         parts = [part.key for part in (*plan.decode, *plan.prefill)]
         assert not set(parts) & set(plan.preempted), "preempted and served in one plan"
