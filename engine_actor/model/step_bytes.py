@@ -14,6 +14,7 @@ from engine_actor.model.card_plan import Part, Settings
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decode_buckets import DecodeBuckets
 from engine_actor.model.decode_graphs import graph_bytes, static_bytes
+from engine_actor.model.device_sampling import sampler_bytes
 from engine_actor.model.ledger import MIB
 
 HOPPER = 90
@@ -68,7 +69,7 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
         if shape.graphs:
             nbytes = graph_bytes(buckets, _row_bytes(shape))
             yield Part("decode graphs", nbytes, f"{len(buckets)} at most, made with use")
-    yield Part("sampler", sampler_bytes(shape, rows))
+    yield Part("sampler", sampler_bytes(rows, shape.vocab_size))
     yield Part("position tables", table_bytes(shape.model, settings.max_model_len))
     streams = multiplying(shape)
     yield Part("library workspaces", workspace_bytes(shape), f"{streams} streams")
@@ -98,11 +99,6 @@ def decode_bytes(shape: StepShape, rows: int) -> int:
         head = HEAD_SLICE_ROWS * model.hidden * (8 + shape.item_bytes)
         head += rows * shape.vocab_size * shape.item_bytes
     return rows * (_row_bytes(shape) + 4 * shape.vocab_size) + head + ATTENTION_ROOM
-
-
-def sampler_bytes(shape: StepShape, rows: int) -> int:
-    """Copies of the logits that penalties and truncation make."""
-    return 3 * rows * shape.vocab_size * 4
 
 
 def table_bytes(model: ModelConfig, max_model_len: int) -> int:
