@@ -25,7 +25,13 @@ from engine_actor.load.formats.gguf_blocks import (
     unpack_q5_1,
     unpack_q8_0,
 )
-from engine_actor.load.formats.gguf_super_blocks import NOTE, unpack_q4_k, unpack_q5_k, unpack_q6_k
+from engine_actor.load.formats.gguf_super_blocks import (
+    NOTE,
+    unpack_q3_k,
+    unpack_q4_k,
+    unpack_q5_k,
+    unpack_q6_k,
+)
 from engine_actor.load.formats.imported import with_fields
 from engine_actor.load.gguf_rope import FREQUENCIES
 from engine_actor.load.names import LinearSlot, Part, VectorSlot, gguf_name, slots
@@ -53,6 +59,7 @@ _TYPES = {
     "Q5_0": _Type(8, 32, unpack_q5_0),
     "Q5_1": _Type(8, 32, unpack_q5_1),
     "Q8_0": _Type(8, 32, unpack_q8_0),
+    "Q3_K": _Type(3, 16, unpack_q3_k, NOTE),
     "Q4_K": _Type(4, 32, unpack_q4_k, NOTE),
     "Q5_K": _Type(8, 32, unpack_q5_k, NOTE),
     "Q6_K": _Type(8, 16, unpack_q6_k, NOTE),

@@ -16,7 +16,12 @@ from engine_actor.load.formats.gguf_blocks import (
     unpack_q5_0,
     unpack_q5_1,
 )
-from engine_actor.load.formats.gguf_super_blocks import unpack_q4_k, unpack_q5_k, unpack_q6_k
+from engine_actor.load.formats.gguf_super_blocks import (
+    unpack_q3_k,
+    unpack_q4_k,
+    unpack_q5_k,
+    unpack_q6_k,
+)
 from engine_actor.ops import PackedLinear
 from tests.load.gguf_maker import random_blocks
 from tests.load.oracle import dequantise
@@ -69,6 +74,7 @@ def test_bf16_is_a_view_of_its_bytes() -> None:
 
 
 SUPER = [
+    (Type.Q3_K, unpack_q3_k, 110, (108,), 3, 16),
     (Type.Q4_K, unpack_q4_k, 144, (0, 2), 4, 32),
     (Type.Q5_K, unpack_q5_k, 176, (0, 2), 8, 32),
     (Type.Q6_K, unpack_q6_k, 210, (208,), 8, 16),
@@ -110,7 +116,7 @@ def test_super_blocks_keep_their_codes_and_round_their_scales_once(
             return np.zeros(exact.shape)
         return np.abs(values.double().numpy()).repeat(group, 1)
 
-    largest_code = 32 if kind == Type.Q6_K else 2 ** (4 if kind == Type.Q4_K else 5)
+    largest_code = {Type.Q3_K: 4, Type.Q4_K: 16, Type.Q5_K: 32, Type.Q6_K: 32}[kind]
     bound = 2.0**-11 * (wide(layer.scales) * largest_code + wide(layer.offsets)) + 2.0**-25
     assert (np.abs(got - exact) <= bound).all()
     assert not np.array_equal(got, exact)

@@ -1,7 +1,7 @@
 """GGUF super-blocks of 256 values (K-quants) to our layers: codes exact, scales rounded to f16.
 
-Q4_K, Q5_K: eight groups of 32 with w = (d * sc) * u - (dmin * mn), sc and mn of 6 bits. Q6_K:
-sixteen groups of 16 with w = (d * sc) * (u - 32), sc i8. d and dmin are f16.
+Q4_K, Q5_K: eight groups of 32 with w = (d * sc) * u - (dmin * mn), sc and mn of 6 bits. Q3_K and
+Q6_K: sixteen groups of 16 with w = (d * sc) * (u - 4 or 32), sc of 6 bits or i8. d and dmin: f16.
 
 Why not exact: d * sc needs up to 11 + 8 bits of mantissa, our scales have the 11 of f16. Below the
 smallest normal f16 the product is a multiple of 2^-24, as every f16 is, and so exact; above it is
@@ -17,10 +17,35 @@ import torch
 
 from engine_actor.load.formats.gguf_blocks import Bytes
 from engine_actor.load.refusal import refusal
-from engine_actor.ops import PackedLinear
+from engine_actor.ops import PackedLinear, pack_codes
 
 SUPER = 256
 NOTE = "scales rounded to f16"
+
+
+def unpack_q3_k(name: str, raw: Bytes, rows: int, columns: int) -> PackedLinear:
+    """Q3_K bytes of a [rows, columns] matrix as a 3-bit layer, group 16. Raises CheckpointError.
+
+    Block: 32 bytes whose bit i is the third bit of the i-th 32 values, 64 bytes of bit pairs, 12
+    bytes of sc + 32, f16 d; each half of 128 values is the bit pairs 0, 1, 2, 3 of 32 bytes.
+    """
+    blocks = _blocks(raw, rows, columns, 110)
+    third = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    pairs = blocks[..., 32:96].reshape(*blocks.shape[:2], 2, 1, 32)
+    pairs = (pairs >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
+    codes = (pairs.reshape(third.shape) | third << 2).astype(np.int8) - 4
+    scales = _product(name, blocks[..., 108:110], _sixteen_factors(blocks[..., 96:108]))
+    packed = pack_codes(torch.from_numpy(codes.reshape(rows, columns)), 3)
+    return _layer(name, 3, 16, columns, packed.numpy(), scales, None)
+
+
+def _sixteen_factors(packed: np.ndarray) -> np.ndarray:
+    """12 bytes per block -> sixteen signed factors: low nibbles, high nibbles, and four bytes with
+    their upper bit pairs, sc of four groups a pair.
+    """
+    low = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
+    high = (packed[..., None, 8:] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
+    return (low | high.reshape(low.shape) << 4).astype(np.int8) - 32
 
 
 def unpack_q4_k(name: str, raw: Bytes, rows: int, columns: int) -> PackedLinear:
