@@ -147,10 +147,15 @@ class _Run:
         rows = target.embedded.shape[0]
         self._train = max(1, rows - max(1, rows // HELD_SHARE))
         self._batch = min(tuning.batch, self._train)
-        self._kinds = [kind for kind, _ in model.parameters()]
         self._leaves = [leaf for _, leaf in model.parameters()]
-        groups = [{"params": [leaf], "lr": 0.0} for leaf in self._leaves]
-        self._adam = torch.optim.Adam(groups, betas=(0.9, 0.95), eps=EPSILON)
+        # A group a kind: one that holds many leaves is updated in a few launches.
+        groups: dict[str, list[torch.Tensor]] = {}
+        for kind, leaf in model.parameters():
+            groups.setdefault(kind, []).append(leaf)
+        self._kinds = list(groups)
+        self._adam = torch.optim.Adam(
+            [{"params": leaves} for leaves in groups.values()], betas=(0.9, 0.95), eps=EPSILON
+        )
 
     def step(self, step: int) -> None:
         """One batch."""
