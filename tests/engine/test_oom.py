@@ -1,4 +1,5 @@
-"""The four out-of-memory cases, 25 times each, prefill and decode mixed: nobody else notices.
+"""The four out-of-memory cases, 25 times each, prefill and decode mixed: nobody else notices, in
+steps that the host waits for and in steps that are launched ahead of it.
 
 decisions.md section 9; B-22; S-42.
 """
@@ -12,35 +13,41 @@ import pytest
 import torch
 
 from configs.schema import FaultRule
-from engine_actor.core.overlap_policy import OverlapPolicy
-from engine_actor.core.plan import StepPlan
-from engine_actor.core.sequence import SeqState
+from engine_actor.core.plan import StepOutcome
+from engine_actor.core.scheduler import Finished
+from engine_actor.core.sequence import FinishReason, SeqState
 from engine_actor.engine import Engine
 from engine_actor.errors import FatalDeviceError
-from engine_actor.events import StepEvents
 from engine_actor.messages import Flag
 from engine_actor.work.inputs import BatchInputs
+from tests.doubles.queued_device import QueuedRunner, queued_engine
 from tests.doubles.scripted_runner import HashRunner, make_engine
 from tests.engine.driver import CLIENT, Driver
 
 REPEATS = 25
 N_REQUESTS = 7
 N_TOKENS = 12
-STAGES = ("prepare", "launch", "finish")
+STAGES = ("prepare", "launch", "sample", "finish")
+DEPTHS = pytest.mark.parametrize("depth", [0, 1])
+SEEDS = pytest.mark.parametrize("seed", range(REPEATS))
 
 
 class Scene:
     """Requests that arrive two by two, so that steps hold prefill and decode together; faults are
     armed once some of both are there."""
 
-    def __init__(self, seed: int, **rule: object) -> None:
+    def __init__(self, seed: int, depth: int, **rule: object) -> None:
         self.draw = random.Random(seed)
-        self.runner = HashRunner()
-        self.rule = FaultRule(stage=STAGES[seed % 3], **rule)  # type: ignore[arg-type]
+        pace = random.Random(seed)
+        self.runner = QueuedRunner(lambda: pace.randint(0, 2)) if depth else HashRunner()
+        self.rule = FaultRule(stage=STAGES[seed % 4], **rule)  # type: ignore[arg-type]
         # A rule that never fires keeps the hook in place; the real one is armed in the middle.
         never = FaultRule(stage="prepare", request="nobody")
-        self.engine: Engine = make_engine(
-            self.runner, faults=(never,), prefill_chunk_tokens=12, max_partial_prefills=3
+        settings = {"faults": (never,), "prefill_chunk_tokens": 12, "max_partial_prefills": 3}
+        self.engine: Engine = (
+            queued_engine(self.runner, **settings)
+            if isinstance(self.runner, QueuedRunner)
+            else make_engine(self.runner, **settings)  # type: ignore[arg-type]
         )
         self.driver = Driver(self.engine)
         self.asked = [
@@ -90,58 +97,59 @@ class Scene:
         assert self.engine.metrics.value("oom_isolated_total") == len(ended)
 
 
-@pytest.mark.parametrize("seed", range(REPEATS))
-def test_transient_costs_nobody_anything(seed: int) -> None:
-    scene = Scene(seed, times=1 + seed % 2)
+@DEPTHS
+@SEEDS
+def test_transient_costs_nobody_anything(seed: int, depth: int) -> None:
+    scene = Scene(seed, depth, times=1 + seed % 2)
     scene.play()
     scene.assert_others_right()
     assert scene.engine.faults.fired == 1 + seed % 2
     assert scene.engine.metrics.value("oom_retries_total") > 0
 
 
-@pytest.mark.parametrize("seed", range(REPEATS))
-def test_always_for_one_request_ends_only_that_one(seed: int) -> None:
+@DEPTHS
+@SEEDS
+def test_always_for_one_request_ends_only_that_one(seed: int, depth: int) -> None:
     guilty = seed % N_REQUESTS
-    scene = Scene(seed, request=f"r{guilty}", times="always")
+    scene = Scene(seed, depth, request=f"r{guilty}", times="always")
     scene.fault_step = 2 * guilty + 2
     scene.play()
     scene.assert_others_right(guilty)
 
 
-@pytest.mark.parametrize("seed", range(REPEATS))
-def test_always_above_n_rows_ends_nobody(seed: int) -> None:
-    scene = Scene(seed, min_rows=2 + seed % 4, times="always")
+@DEPTHS
+@SEEDS
+def test_always_above_n_rows_ends_nobody(seed: int, depth: int) -> None:
+    scene = Scene(seed, depth, min_rows=2 + seed % 4, times="always")
     scene.play()
     scene.assert_others_right()
     assert scene.engine.metrics.value("oom_retries_total") > 0
 
 
-@pytest.mark.parametrize("seed", range(REPEATS))
-def test_always_ends_the_youngest_of_the_lowest_priority_until_the_rest_pass(seed: int) -> None:
+@DEPTHS
+@SEEDS
+def test_always_ends_the_youngest_of_the_lowest_priority_until_the_rest_pass(
+    seed: int, depth: int
+) -> None:
     """The device stays full until two have ended, then there is room again."""
-    scene = Scene(seed, times="always")
+    scene = Scene(seed, depth, times="always")
     ended: list[int] = []
     expected: list[int] = []
-    plan, step = scene.engine.scheduler.plan, scene.driver.step
-    starved: list[int] = []
+    commit, scheduler = scene.engine.scheduler.commit, scene.engine.scheduler
 
-    def watched_plan(policy: OverlapPolicy) -> StepPlan:
-        made = plan(policy)
-        starved[:] = [part.key[1] for part in (*made.prefill, *made.decode)]
-        return made
-
-    def watched_step() -> StepEvents:
-        events = step()
-        victims = [e.rid for e in events.by_client.get(CLIENT, []) if e.flag is Flag.OOM]
-        if victims:
-            ended.extend(victims)
+    def watched_commit(outcome: StepOutcome) -> tuple[Finished, ...]:
+        parts = (*outcome.plan.prefill, *outcome.plan.decode)
+        void = scheduler.void(outcome.plan.step)
+        starved = [part.key[1] for part in parts if part.key not in void]
+        finished = commit(outcome)
+        if finished and finished[0].reason is FinishReason.OOM:
+            ended.append(finished[0].seq.key[1])
             expected.append(max(starved, key=lambda rid: (scene.priorities[rid], rid)))
         if len(ended) == 2:
             scene.engine.faults.clear()
-        return events
+        return finished
 
-    scene.engine.scheduler.plan = watched_plan  # type: ignore[assignment,method-assign]
-    scene.driver.step = watched_step  # type: ignore[method-assign]
+    scheduler.commit = watched_commit  # type: ignore[method-assign]
     scene.play()
     assert len(ended) == 2
     assert ended == expected
