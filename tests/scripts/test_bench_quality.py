@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import bench_quality
+import dither_checkpoint
 import plot_quality
+from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
+from engine_actor.ops import dequantise
 from results import validate
 
 
@@ -54,3 +57,42 @@ def test_every_case_is_measured_once_and_ends_in_the_record(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     plot_quality.plot(record, tmp_path / "quality.png")
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_tuned_case_is_two_lines_before_and_after(tmp_path):
+    model = write_tiny(tmp_path / "model", head_std=0.3)
+    (tmp_path / "text.txt").write_text("A text of words, and of more words. " * 200)
+    output, text = tmp_path / "quality.json", str(tmp_path / "text.txt")
+    words = ["--model", str(model), "--calibration", text, "--text", text, "--rows", "1"]
+    words += ["--work", str(tmp_path / "work"), "--output", str(output), "--tune-batch", "2"]
+    words += ["--calibration-rows", "1", "--tune-rows", "3", "--tune-steps", "4"]
+    assert bench_quality.main([*words, "w3:32:scales", "w3:32"]) == 0
+    record = json.loads(output.read_text())
+    validate(record)
+    found = [
+        (r["case"]["case"], r["case"]["method"], r["median"])
+        for r in record["rows"]
+        if r["metric"] == "kl"
+    ]
+    assert [row[:2] for row in found] == [
+        ("w3:32", "ours"),
+        ("w3:32:scales", "scales"),
+        ("w3:32", "ours"),
+    ]
+    assert found[0][2] == found[2][2] > found[1][2]
+
+
+def test_dither_stays_within_half_a_step_and_leaves_the_tables(tmp_path):
+    source = write_tiny(tmp_path / "source", packed=True, bits=4, group=32, kind="offsets")
+    assert dither_checkpoint.main([str(source), str(tmp_path / "out")]) == 0
+    before = dict(open_checkpoint(source).weights())
+    after = dict(open_checkpoint(tmp_path / "out").weights())
+    assert set(before) == set(after)
+    for name, packed in before.items():
+        if not name.startswith("layers.") or name.endswith("norm"):
+            continue
+        step = packed.scales.float().abs().repeat_interleave(32, 1)[:, : packed.in_features]
+        miss = (after[name].weight - dequantise(packed)).abs() / step
+        assert 0.49 < float(miss.max()) <= 0.501
+        assert 0.2 < float(miss.mean()) < 0.3
+    assert torch.equal(after["embed"].qweight, before["embed"].qweight)
