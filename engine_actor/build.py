@@ -205,7 +205,7 @@ def _blocks_left(plan: CardPlan, runner: ModelRunner) -> int:
     """The planned blocks; fewer where loading took more than was planned."""
     device = runner.device
     card_of(device)
-    left = card_ledger(device).free() - sum(part.nbytes for part in plan.parts[1:])
+    left = card_ledger(device).free() - plan.later
     if plan.kv_bytes <= left:
         return plan.kv_blocks
     blocks = max(1, plan.kv_blocks * max(0, left) // plan.kv_bytes)

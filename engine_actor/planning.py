@@ -107,8 +107,8 @@ def takes_int8(config: EngineConfig, model: ModelConfig) -> bool:
 
 
 def _parts(weights: WeightBytes, shape: StepShape, held: int, settings: Settings) -> Sequence[Part]:
-    parts = [Part("weights", weights.resident), *step_parts(shape, settings)]
-    return [*parts, Part("held already", held)] if held else parts
+    parts = [Part("weights", weights.resident, "", True), *step_parts(shape, settings)]
+    return [*parts, Part("held already", held, "", True)] if held else parts
 
 
 def _pool_bytes(

@@ -45,11 +45,12 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One line of the table, in bytes."""
+    """One line of the table, in bytes. at_load: taken by the time the weights are there."""
 
     name: str
     nbytes: int
     note: str = ""
+    at_load: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,11 @@ class CardPlan:
     def planned(self) -> int:
         """All parts and the KV pool."""
         return sum(part.nbytes for part in self.parts) + self.kv_bytes
+
+    @property
+    def later(self) -> int:
+        """Of all parts, what is taken only with use."""
+        return sum(part.nbytes for part in self.parts if not part.at_load)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, in bytes."""

@@ -65,15 +65,15 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
     if shape.sm:
         buckets = DecodeBuckets.up_to(rows, settings.max_model_len)
         fixed = static_bytes(buckets, shape.vocab_size, shape.block_tokens, shape.model.head_dim)
-        yield Part("decode buckets", fixed, f"up to {buckets.rows[-1]} rows")
+        yield Part("decode buckets", fixed, f"up to {buckets.rows[-1]} rows", True)
         if shape.graphs:
             nbytes = graph_bytes(buckets, _row_bytes(shape))
             yield Part("decode graphs", nbytes, f"{len(buckets)} at most, made with use")
     yield Part("sampler", sampler_bytes(rows, shape.vocab_size))
-    yield Part("position tables", table_bytes(shape.model, settings.max_model_len))
+    yield Part("position tables", table_bytes(shape.model, settings.max_model_len), "", True)
     streams = multiplying(shape)
     yield Part("library workspaces", workspace_bytes(shape), f"{streams} streams")
-    yield Part("allocator's pages", streams * ROUNDING_BYTES, f"of {streams} streams")
+    yield Part("allocator's pages", streams * ROUNDING_BYTES, f"of {streams} streams", True)
 
 
 def prompt_bytes(shape: StepShape, settings: Settings) -> int:
