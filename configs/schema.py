@@ -79,6 +79,11 @@ class EngineConfig(_Strict):
     prefill_chunk_tokens_while_decoding: int | None = Field(
         None, ge=1, description="smaller budget while a stream decodes; default: the same"
     )
+    prefill_slice_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="a longer chunk runs by ranges of layers while a stream decodes; default: off",
+    )
     async_steps: bool = Field(
         True,
         description="GPU: launch a step before the tokens of the last one are on the host",

@@ -68,7 +68,9 @@ class Engine:
         self.draining = False
         self.kv = KVManager(facts.kv_blocks, config.kv.block_tokens, config.kv.prefix_cache)
         depth = pipeline_depth(config, runner.device.type) if depth is None else depth
-        self.scheduler = Scheduler(scheduler_limits(config, facts, depth), self.kv, self.clock)
+        self.scheduler = Scheduler(
+            scheduler_limits(config, facts, depth, runner.n_layers), self.kv, self.clock
+        )
         self.elastic = ElasticKV(runner, facts.kv_first_blocks, facts.kv_blocks)
         self.pair = pair or share_device(
             runner.device, wanted_mode(config), config.overlap_max_ctas

@@ -44,7 +44,9 @@ def pipeline_depth(config: EngineConfig, device_type: str) -> int:
     return config.pipeline_depth if config.async_steps and device_type == "cuda" else 0
 
 
-def scheduler_limits(config: EngineConfig, facts: EngineFacts, depth: int) -> SchedulerLimits:
+def scheduler_limits(
+    config: EngineConfig, facts: EngineFacts, depth: int, n_layers: int
+) -> SchedulerLimits:
     """The scheduler's part of the configuration."""
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -56,6 +58,8 @@ def scheduler_limits(config: EngineConfig, facts: EngineFacts, depth: int) -> Sc
         max_model_len=facts.max_model_len,
         pipeline_depth=depth,
         eos_token_ids=frozenset(facts.eos_token_ids),
+        prefill_slice_tokens=config.prefill_slice_tokens,
+        n_layers=n_layers,
     )
 
 

@@ -23,7 +23,7 @@ class Recorder:
         metrics.observe("step_seconds", seconds)
         if plan.prefill:
             metrics.add("prefill_steps_total")
-            tokens = [chunk.end - chunk.start for chunk in plan.prefill]
+            tokens = [chunk.end - chunk.start for chunk in plan.prefill if chunk.ends]
             metrics.add("computed_prompt_tokens_total", sum(tokens))
             for count in tokens:
                 metrics.observe("prefill_chunk_tokens", count)

@@ -25,6 +25,12 @@ _VALUES: tuple[tuple[str, tuple[str, ...], type, str], ...] = (
     ("--max-num-seqs", ("engine", "max_num_seqs"), int, "most sequences running at once"),
     ("--max-queue", ("engine", "max_queue"), int, "most sequences waiting"),
     ("--prefill-chunk-tokens", ("engine", "prefill_chunk_tokens"), int, "prompt tokens a step"),
+    (
+        "--prefill-slice-tokens",
+        ("engine", "prefill_slice_tokens"),
+        int,
+        "a longer chunk runs in ranges of layers while a stream decodes",
+    ),
     ("--overlap-mode", ("engine", "overlap_mode"), str, "how decode and prefill share a GPU"),
     (
         "--overlap-max-ctas",

@@ -136,6 +136,11 @@ class Work(ABC):
     def without(self, keys: Set[Key]) -> Work | None:
         """Itself where it has none of `keys`, else a NEW work of the rest; None where all go."""
 
+    @property
+    def can_be_retried(self) -> bool:
+        """False where it builds on what a step before it left: then the scheduler plans anew."""
+        return True
+
     def again(self) -> Self:
         """The same work as a NEW one."""
         return replace(self)

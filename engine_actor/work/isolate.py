@@ -53,6 +53,8 @@ class Tally:
     seconds: dict[str, float] = field(default_factory=dict)
     """Launch time by kind of work, failed attempts not counted."""
     retries: int = 0
+    put_off: set[Key] = field(default_factory=set)
+    """Sequences whose work failed and was not tried again: the next plan takes another way."""
     rerun: set[Key] = field(default_factory=set)
     """Sequences whose result comes from a retry: what was launched behind the first attempt may
     have read something else."""
@@ -95,6 +97,10 @@ class Isolation:
                 continue
             wanted = work.without(void())
             if wanted is None:
+                continue
+            if not wanted.can_be_retried:
+                self._reclaim()
+                tally.put_off.update(wanted.keys)
                 continue
             if wanted is work or not self._alone(tally, wanted):
                 self._smaller(tally, wanted)

@@ -1,4 +1,4 @@
-"""PrefillWork: chunks of one or more prompts in one forward pass, whole or in ranges of layers.
+"""PrefillWork: chunks of one or more prompts in one forward pass, or some layers of a single chunk.
 
 Knows chunks; does not know why these were chosen.
 """
@@ -10,26 +10,57 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine_actor.core.plan import PrefillChunk, TokenLogprobs
+from engine_actor.core.plan import LayerRange, PrefillChunk, TokenLogprobs
 from engine_actor.core.sequence import Key
 from engine_actor.model.sampler import token_logprobs
-from engine_actor.work.base import Lane, Sampled, Work, WorkResult, WorkState, WorkStateError
+from engine_actor.work.base import Sampled, Work, WorkResult, WorkStateError
 from engine_actor.work.inputs import BatchInputs, build_prefill
 
 HEAD_ROWS = 256
 """Rows of the head at once for prompt logprobs: 256 rows of a 128k vocabulary are 128 MiB."""
 
 
+@dataclass(slots=True)
+class OpenChunk:
+    """A chunk that is half way through the layers, from one step to the next."""
+
+    inputs: BatchInputs | None = None
+    hidden: torch.Tensor | None = None
+    next_layer: int = 0
+    key: Key | None = None
+
+    def close(self) -> None:
+        """Drop the tensors: what was computed is of no use any more."""
+        self.inputs = self.hidden = self.key = None
+        self.next_layer = 0
+
+
+class RangeLost(RuntimeError):
+    """The layers before these were never run, or failed; the chunk has to begin again."""
+
+
 @dataclass(eq=False)
 class PrefillWork(Work):
-    """Only the last row of a chunk that samples reaches the head at launch; prompt logprobs go
+    """A chunk with a range of layers is the only one of its work; `open_chunk` holds what the range
+    before it left. Such a work is never tried again by itself.
+
+    Only the last row of a chunk that samples reaches the head at launch; prompt logprobs go
     through it at finish, HEAD_ROWS rows at a time, each slice reduced before the next."""
 
     chunks: tuple[PrefillChunk, ...] = ()
+    open_chunk: OpenChunk = field(default_factory=OpenChunk)
     hidden: torch.Tensor | None = field(default=None, init=False)
-    next_layer: int = field(default=0, init=False)
 
     kind = "prefill"
+
+    @property
+    def layers(self) -> LayerRange | None:
+        """The range of its only chunk; None for whole forward passes."""
+        return self.chunks[0].layers if len(self.chunks) == 1 else None
+
+    @property
+    def can_be_retried(self) -> bool:
+        return self.layers is None
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -50,7 +81,7 @@ class PrefillWork(Work):
     @property
     def computed(self) -> tuple[tuple[Key, int], ...]:
         """Up to which position each sequence has KV once this is done."""
-        return tuple((chunk.key, chunk.end) for chunk in self.chunks)
+        return tuple((chunk.key, chunk.end if chunk.ends else chunk.start) for chunk in self.chunks)
 
     def halves(self) -> tuple[PrefillWork, ...]:
         """Split by chunks; a single chunk is shortened by `part` instead."""
@@ -80,46 +111,50 @@ class PrefillWork(Work):
         )
         return replace(self, chunks=(piece,))
 
-    def launch_layers(self, lane: Lane, first: int, last: int) -> None:
-        """Run layers first..last-1; the work is LAUNCHED once the last layer has run. The ranges
-        must follow each other from 0. Raises WorkStateError."""
-        self._require("launch_layers", WorkState.PREPARED)
-        n_layers = self.context.runner.n_layers
-        if first != self.next_layer or not first < last <= n_layers:
-            raise WorkStateError(
-                f"prefill work {self.number}: layers {first}..{last} where {self.next_layer} "
-                f"of {n_layers} is next"
-            )
-        if first == 0:
-            self._hook("launch")
-        with lane.entered():
-            if self.timer is None:
-                self.timer = lane.new_timer()
-                self.timer.start()
-            self._run(first, last)
-            self.timer.stop()
-        if last == n_layers:
-            self.state = WorkState.LAUNCHED
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        if self.layers is not None:
+            self.open_chunk.close()
 
     def _build(self) -> BatchInputs:
-        context = self.context
-        return build_prefill(self.chunks, context.block_tokens, context.runner.device, context.feed)
+        layers, context, before = self.layers, self.context, self.open_chunk
+        if layers is not None and layers.first:
+            if before.inputs is None or (before.key, before.next_layer) != (
+                self.chunks[0].key,
+                layers.first,
+            ):
+                raise RangeLost(f"{self.chunks[0].key}: nothing is left of the layers before")
+            return before.inputs
+        chunks = self.chunks
+        if layers is not None:
+            # The last range reads these inputs too, and whether it samples is known there.
+            chunks = tuple(replace(chunk, samples=True) for chunk in chunks)
+        return build_prefill(chunks, context.block_tokens, context.runner.device, context.feed)
 
     def _forward(self) -> None:
-        if self.next_layer:
-            raise WorkStateError(f"prefill work {self.number}: launch after launch_layers")
-        self._run(0, self.context.runner.n_layers)
+        runner, inputs, layers = self.context.runner, self._prepared_inputs(), self.layers
+        if layers is None:
+            self._end(runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers))
+            return
+        before = self.open_chunk
+        hidden = before.hidden if layers.first else runner.embed(inputs)
+        if hidden is None:
+            raise RangeLost(f"{self.chunks[0].key}: nothing is left of the layers before")
+        hidden = runner.run_layers(hidden, inputs, layers.first, layers.last)
+        if layers.last == layers.of:
+            before.close()
+            self._end(hidden)
+            return
+        before.inputs, before.hidden = inputs, hidden
+        before.key, before.next_layer = self.chunks[0].key, layers.last
 
-    def _run(self, first: int, last: int) -> None:
-        runner, inputs = self.context.runner, self._prepared_inputs()
-        hidden = runner.embed(inputs) if self.hidden is None else self.hidden
-        self.hidden = runner.run_layers(hidden, inputs, first, last)
-        self.next_layer = last
-        if last == runner.n_layers:
-            if len(inputs.logit_rows):
-                self.logits = runner.logits(self.hidden, inputs.logit_rows)
-            if not self.scores_prompts:
-                self.hidden = None
+    def _end(self, hidden: torch.Tensor) -> None:
+        """The head, for the rows that sample."""
+        inputs = self._prepared_inputs()
+        if self.sampled:
+            self.logits = self.context.runner.logits(hidden, inputs.logit_rows)
+        if self.scores_prompts:
+            self.hidden = hidden
 
     def _report(self) -> WorkResult:
         return WorkResult(

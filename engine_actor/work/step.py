@@ -18,7 +18,7 @@ from engine_actor.work.decode import DecodeWork
 from engine_actor.work.elastic import KVGrowthError
 from engine_actor.work.isolate import Casualty, Isolation, Tally
 from engine_actor.work.mixed import MixedWork
-from engine_actor.work.prefill import PrefillWork
+from engine_actor.work.prefill import OpenChunk, PrefillWork
 from engine_actor.work.streams import Launched
 from engine_actor.work.timing import intersection
 
@@ -65,17 +65,18 @@ class StepRunner:
         self._isolation = isolation
         self._victim = victim
         self._n_free = n_free
+        self._open_chunk = OpenChunk()
 
     def launch(self, plan: StepPlan, void: Set[Key] = frozenset()) -> OpenStep:
         """Put the step on the device, without the sequences in `void`. Raises FatalDeviceError
         where it is lost."""
         decode = DecodeWork(plan.step, self._context, slots=plan.decode) if plan.decode else None
-        prefill = (
-            PrefillWork(plan.step, self._context, chunks=plan.prefill) if plan.prefill else None
-        )
+        prefill = self._prefill(plan) if plan.prefill else None
         if void:
             decode = decode and decode.without(void)
             prefill = prefill and prefill.without(void)
+        if prefill is None:
+            self._open_chunk.close()
         if decode is not None and prefill is not None:
             # Two works at once may read the same blocks, never write the same sequence's.
             assert not set(decode.keys) & set(prefill.keys), "a sequence is in both works"
@@ -86,6 +87,15 @@ class StepRunner:
             both = MixedWork(plan.step, self._context, decode=decode, prefill=prefill)
             launched = self._isolation.launch(both, None, sharing)
         return OpenStep(plan, decode, prefill, launched)
+
+    def _prefill(self, plan: StepPlan) -> PrefillWork:
+        layers = plan.prefill[0].layers
+        if layers is None or layers.first == 0:
+            # Whatever was half way belongs to a sequence that has ended or begins again.
+            self._open_chunk = OpenChunk()
+        return PrefillWork(
+            plan.step, self._context, chunks=plan.prefill, open_chunk=self._open_chunk
+        )
 
     def finish(self, step: OpenStep, void: Callable[[], Set[Key]] = frozenset) -> StepReport:
         """Wait for the oldest open step, and retry what failed of it, but not for the sequences
@@ -131,7 +141,8 @@ def _outcome(step: OpenStep, tally: Tally, failures: tuple[Failure, ...]) -> Ste
             casualty.key
             for casualty in tally.casualties
             if casualty.key not in failed and casualty.key not in computed
-        ),
+        )
+        + tuple(tally.put_off),
         rerun=frozenset(tally.rerun),
         logical_overlap=decode is not None and prefill is not None,
         stream_overlap=tally.stream_overlap,

@@ -1,4 +1,4 @@
-"""The three verbs, alone: states, what each may touch, layer ranges, prompt logprobs."""
+"""The three verbs, alone: states, what each may touch, prompt logprobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine_actor.core.sequence import SeqState
-from engine_actor.work.base import Work, WorkState, WorkStateError
+from engine_actor.work.base import Work, WorkResult, WorkState, WorkStateError
 from engine_actor.work.streams import CallerLane
 from tests.doubles.scripted_runner import HashRunner
 from tests.work.stage import Stage
@@ -18,11 +18,11 @@ LANE = CallerLane(torch.device("cpu"))
 PROMPT = (3, 1, 4, 1, 5, 9)
 
 
-def run(work: Work) -> None:
+def run(work: Work) -> WorkResult:
     work.prepare()
     work.launch(LANE)
     work.sample()
-    work.finish()
+    return work.finish()
 
 
 def test_a_prompt_then_a_token() -> None:
@@ -160,41 +160,6 @@ def test_done_works_keep_no_tensor() -> None:
     run(work)
     assert work.inputs is None
     assert stage.runner.live_bytes() == 0
-
-
-def test_layer_ranges_give_what_one_launch_gives() -> None:
-    """decisions.md section 3: a prefill can be launched in ranges and resumed."""
-    stage = Stage(HashRunner(n_layers=5))
-    stage.request(1, PROMPT)
-    work = stage.prefill(stage.chunk(1, 0, 6))
-    work.prepare()
-    work.launch_layers(LANE, 0, 2)
-    assert work.state is WorkState.PREPARED
-    first = work.elapsed()
-    work.launch_layers(LANE, 2, 3)
-    work.launch_layers(LANE, 3, 5)
-    assert work.state is WorkState.LAUNCHED
-    assert work.elapsed() > first  # type: ignore[operator]
-    work.sample()
-    (sample,) = work.finish().sampled
-    assert sample.token == stage.runner.expected(PROMPT, 1)[0]
-
-
-def test_layer_ranges_follow_each_other() -> None:
-    stage = Stage(HashRunner(n_layers=5))
-    stage.request(1, PROMPT)
-    work = stage.prefill(stage.chunk(1, 0, 6))
-    work.prepare()
-    for first, last in ((1, 2), (0, 0), (0, 6)):
-        with pytest.raises(WorkStateError, match=f"layers {first}..{last} where 0 of 5 is next"):
-            work.launch_layers(LANE, first, last)
-    work.launch_layers(LANE, 0, 2)
-    with pytest.raises(WorkStateError, match=r"layers 0\.\.5 where 2 of 5 is next"):
-        work.launch_layers(LANE, 0, 5)
-    with pytest.raises(WorkStateError, match="launch after launch_layers"):
-        work.launch(LANE)
-    with pytest.raises(WorkStateError, match="prefill work 17: finish in PREPARED"):
-        work.finish()
 
 
 def test_prompt_logprobs_score_every_token_but_the_first() -> None:
