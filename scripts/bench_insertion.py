@@ -63,6 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--long-repeat", type=int, default=1, help="the phrase, so many times")
     parser.add_argument("--max-new-tokens", type=int, default=2, help="after the long prompt")
     parser.add_argument("--max-cache", type=int, default=8192, help="context limit")
+    parser.add_argument(
+        "--alone", action="store_true", help="its first token on an idle engine too"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="insertions thrown away")
     parser.add_argument("--note", action="append", default=[], help="kept in the result")
@@ -111,11 +114,13 @@ def measure(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         found = []
         for _ in range(args.warmup + args.repeats):
-            found.append({"ttft_alone_s": alone(run, args)} | insertion(run, args))
+            idle = {"ttft_alone_s": alone(run, args)} if args.alone else {}
+            found.append(idle | insertion(run, args))
         kept = found[args.warmup :]
         for metric, unit in (METRICS | dict.fromkeys(ALL_COUNTERS, "steps")).items():
-            raw = [each[metric] for each in kept]
-            rows.append(make_row(asdict(case), metric, unit, raw, args.warmup))
+            if metric in kept[0]:
+                raw = [each[metric] for each in kept]
+                rows.append(make_row(asdict(case), metric, unit, raw, args.warmup))
         print(line(case, kept), flush=True)
     return rows
 
@@ -130,8 +135,8 @@ def line(case: Case, runs: Sequence[dict[str, Any]]) -> str:
     worst = MS * max(run["max_itl_s"] for run in runs)
     return (
         f"{name:34s} ITL p50 {of('itl_p50_s'):6.2f} p99 {of('itl_p99_s'):6.2f} "
-        f"max {of('max_itl_s'):6.2f} (worst {worst:6.2f})  TTFT {of('ttft_s'):6.1f} "
-        f"(alone {of('ttft_alone_s'):6.1f})  p95 TPOT {of('tpot_p95_s'):5.2f}  "
+        f"max {of('max_itl_s'):6.2f} (worst {worst:6.2f})  TTFT {of('ttft_s'):6.1f}  "
+        f"p95 TPOT {of('tpot_p95_s'):5.2f}  "
         f"before {of('undisturbed_itl_p50_s'):.2f} ms"
     )
 
