@@ -89,6 +89,18 @@ def test_the_serial_twins_tokens_in_any_crowd(
 
 
 @pytest.mark.parametrize("mode", OverlapMode)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_ranges_of_layers_give_the_tokens_of_whole_chunks(
+    on_gpu: Loaded, mode: OverlapMode, ahead: bool
+) -> None:
+    """Half of the tiny model's layers a step, beside streams, in whichever way they share."""
+    crowd = prompts(16)
+    whole = texts(engine_of(on_gpu, OverlapMode.SERIAL, prefill_chunk_tokens=64), crowd, 24)
+    settings = {"prefill_chunk_tokens": 64, "prefill_slice_tokens": 20, "async_steps": ahead}
+    assert texts(engine_of(on_gpu, mode, **settings), crowd, 24) == whole
+
+
+@pytest.mark.parametrize("mode", OverlapMode)
 def test_the_synchronising_twin_gives_the_same_tokens(on_gpu: Loaded, mode: OverlapMode) -> None:
     crowd = prompts(8)
     ahead, twin = (
