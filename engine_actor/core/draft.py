@@ -9,7 +9,7 @@ from engine_actor.core.commit import Flight, Launch
 from engine_actor.core.overlap_policy import Sharing
 from engine_actor.core.plan import DecodeSlot, LayerRange, PrefillChunk, Refusal, StepPlan
 from engine_actor.core.roster import Roster
-from engine_actor.core.sequence import FinishReason, Key, Sequence
+from engine_actor.core.sequence import BlockTable, FinishReason, Key, Sequence
 
 
 class StepDraft:
@@ -53,7 +53,7 @@ class StepDraft:
         token = seq.tokens[position] if position < len(seq.tokens) else None
         blocks = seq.frozen_blocks
         if blocks is None:
-            blocks = seq.frozen_blocks = tuple(seq.blocks)
+            blocks = seq.frozen_blocks = BlockTable(seq.blocks)
         self._decode.append(DecodeSlot(seq.key, position, token, blocks, seq.slot))
         self._launch(seq, position + 1, samples=True, scores_prompt=False)
 

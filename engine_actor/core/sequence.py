@@ -6,6 +6,8 @@ Changed only by the scheduler and by a work's finish(). No tensors, no text.
 from __future__ import annotations
 
 import enum
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine_actor.core.params import SamplingParams
@@ -45,6 +47,26 @@ class IllegalTransition(RuntimeError):
     """A bug of ours: a sequence was moved along an edge that does not exist."""
 
 
+class BlockTable(tuple[int, ...]):
+    """Block ids of a sequence in order. `packed`: the same as i32 bytes; `end`: one more than the
+    highest. Made once for each new block, so that a step copies a long context's ids in one piece.
+    """
+
+    packed: bytes
+    end: int
+
+    def __new__(cls, blocks: Iterable[int]) -> BlockTable:
+        table = super().__new__(cls, blocks)
+        table.packed = array("i", table).tobytes()
+        table.end = 1 + max(table, default=-1)
+        return table
+
+
+def blocks_end(blocks: tuple[int, ...]) -> int:
+    """One more than the highest id."""
+    return blocks.end if isinstance(blocks, BlockTable) else 1 + max(blocks, default=-1)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """State of one accepted request. Equal only to itself: two requests may hold the same values.
@@ -61,7 +83,7 @@ class Sequence:
     slot: row of the device's last-token buffer, -1 without one.
     block_hashes: chained digest of every full block of `tokens` hashed so far; tokens are only ever
     appended, so it stays valid over preemptions. n_registered: leading blocks that were offered to
-    the prefix cache. frozen_blocks: tuple(blocks), kept until blocks change.
+    the prefix cache. frozen_blocks: BlockTable(blocks), kept until blocks change.
     n_prompt_scored: prompt rows whose logprobs are committed, so that a preempted request does not
     report them twice.
     range_end, next_layer: a chunk n_scheduled..range_end-1 that is planned up to next_layer; 0
@@ -95,7 +117,7 @@ class Sequence:
     slot: int = -1
     block_hashes: list[bytes] = field(default_factory=list, repr=False)
     n_registered: int = 0
-    frozen_blocks: tuple[int, ...] | None = field(default=None, repr=False)
+    frozen_blocks: BlockTable | None = field(default=None, repr=False)
     n_prompt_scored: int = 0
     range_end: int = 0
     next_layer: int = 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 from engine_actor.core.plan import DecodeSlot
-from engine_actor.core.sequence import Key, Sequence
+from engine_actor.core.sequence import Key, Sequence, blocks_end
 from engine_actor.work.base import Sampled, Work, WorkResult
 from engine_actor.work.inputs import BatchInputs, build_decode
 
@@ -88,4 +88,4 @@ class DecodeWork(Work):
         )
 
     def _blocks_end(self) -> int:
-        return 1 + max(max(slot.blocks) for slot in self.slots)
+        return max([blocks_end(slot.blocks) for slot in self.slots])

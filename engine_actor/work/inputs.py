@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
+from engine_actor.core.sequence import BlockTable
 from engine_actor.work.staging import Staging, host_numbers
 from engine_actor.work.token_buffer import TokenBuffer
 
@@ -111,18 +112,20 @@ class _Rows:
 
 
 def _decode_rows(slots: Sequence[DecodeSlot], block_tokens: int) -> _Rows:
-    rows = _Rows(
+    positions = [slot.position for slot in slots]
+    block_lists = [slot.blocks for slot in slots]
+    return _Rows(
+        ids=[_IN_FLIGHT if slot.token is None else slot.token for slot in slots],
+        positions=positions,
+        targets=[
+            blocks[position // block_tokens] * block_tokens + position % block_tokens
+            for position, blocks in zip(positions, block_lists, strict=True)
+        ],
         logit_rows=list(range(len(slots))),
         q_lens=[1] * len(slots),
-        kv_lens=[slot.position + 1 for slot in slots],
-        block_lists=[slot.blocks for slot in slots],
+        kv_lens=[position + 1 for position in positions],
+        block_lists=block_lists,
     )
-    for slot in slots:
-        rows.ids.append(_IN_FLIGHT if slot.token is None else slot.token)
-        rows.positions.append(slot.position)
-        block, offset = divmod(slot.position, block_tokens)
-        rows.targets.append(slot.blocks[block] * block_tokens + offset)
-    return rows
 
 
 def _prefill_rows(chunks: Sequence[PrefillChunk], block_tokens: int) -> _Rows:
@@ -162,15 +165,11 @@ def _assemble(
     """Two buffers, whatever the batch: everything else is a view. `slots`: of its first rows."""
     rows = len(batch.ids)
     wide = array("q", batch.ids + batch.positions + batch.targets + batch.logit_rows)
-    in_flight = sum(slot.token is None for slot in slots)
+    in_flight = batch.ids[: len(slots)].count(_IN_FLIGHT)
     if in_flight:
-        wide.extend(slot.slot for slot in slots)
+        wide.extend([slot.slot for slot in slots])
     width = max(map(len, batch.block_lists))
-    narrow = array("i")
-    for blocks in batch.block_lists:
-        narrow.extend(blocks)
-        narrow.frombytes(bytes(4 * (width - len(blocks))))
-    packed, tables = (feed.staging or host_numbers)(wide, narrow)
+    packed, tables = (feed.staging or host_numbers)(wide, _tables(batch.block_lists, width))
     if packed.device.type != device.type:
         packed, tables = packed.to(device), tables.to(device)
     ids, end = packed[:rows], 3 * rows + len(batch.logit_rows)
@@ -189,6 +188,17 @@ def _assemble(
     )
 
 
+def _tables(block_lists: Sequence[tuple[int, ...]], width: int) -> bytearray:
+    """i32[B, width], right-padded with 0."""
+    row_bytes = 4 * width
+    return bytearray().join(
+        (blocks.packed if isinstance(blocks, BlockTable) else array("i", blocks).tobytes()).ljust(
+            row_bytes, b"\0"
+        )
+        for blocks in block_lists
+    )
+
+
 def _with_tokens(
     ids: torch.Tensor,
     places: torch.Tensor,
@@ -200,8 +210,5 @@ def _with_tokens(
     if feed.tokens is None:
         late = next(slot for slot in slots if slot.token is None)
         raise ValueError(f"{late.key}: token of position {late.position} is still in flight")
-    feed.tokens.reach(max(slot.slot for slot in slots))
-    if len(slots) == len(ids):
-        return feed.tokens.read(ids, places, in_flight == len(slots))
-    first = feed.tokens.read(ids[: len(slots)], places, in_flight == len(slots))
-    return torch.cat((first, ids[len(slots) :]))
+    feed.tokens.reach(max([slot.slot for slot in slots]))
+    return feed.tokens.read(ids, places, in_flight == len(slots))

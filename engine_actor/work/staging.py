@@ -30,12 +30,12 @@ class Copied(Protocol):
 class Staging(Protocol):
     """Brings ints to the device."""
 
-    def __call__(self, wide: array[int], narrow: array[int]) -> Numbers:
-        """`wide`: typecode q; `narrow`: typecode i. Not to be changed afterwards."""
+    def __call__(self, wide: array[int], narrow: bytearray) -> Numbers:
+        """`wide`: typecode q; `narrow`: i32. Not to be changed afterwards."""
         ...
 
 
-def host_numbers(wide: array[int], narrow: array[int]) -> Numbers:
+def host_numbers(wide: array[int], narrow: bytearray) -> Numbers:
     """On the CPU they are there: views of the arrays."""
     return (
         torch.frombuffer(wide, dtype=torch.int64),
@@ -59,9 +59,9 @@ class PinnedStaging:
         self._copied: list[Copied | None] = [None] * RING
         self._next = 0
 
-    def __call__(self, wide: array[int], narrow: array[int]) -> Numbers:
+    def __call__(self, wide: array[int], narrow: bytearray) -> Numbers:
         """Views of one new tensor on the device. The host waits only where the ring is full."""
-        n_wide, n_narrow = 8 * len(wide), 4 * len(narrow)
+        n_wide, n_narrow = 8 * len(wide), len(narrow)
         index = self._next
         self._next = (index + 1) % RING
         copied = self._copied[index]
@@ -72,7 +72,7 @@ class PinnedStaging:
             buffer = self._buffers[index] = self._new(2 * (n_wide + n_narrow))
         memory: memoryview = buffer.numpy().data
         memory[:n_wide] = memoryview(wide).cast("B")
-        memory[n_wide : n_wide + n_narrow] = memoryview(narrow).cast("B")
+        memory[n_wide : n_wide + n_narrow] = narrow
         there = self._send(buffer[: n_wide + n_narrow])
         self._copied[index] = self._record()
         return there[:n_wide].view(torch.int64), there[n_wide:].view(torch.int32)

@@ -155,7 +155,7 @@ class _LateStaging:
     def __init__(self, inner: Staging) -> None:
         self._inner = inner
 
-    def __call__(self, wide: array[int], narrow: array[int]) -> Numbers:
+    def __call__(self, wide: array[int], narrow: bytearray) -> Numbers:
         return tuple(map(_late, self._inner(wide, narrow)))  # type: ignore[return-value]
 
 

@@ -12,6 +12,10 @@ from engine_actor.work.token_buffer import TokenBuffer
 CPU = torch.device("cpu")
 
 
+def ints(*values: int) -> bytearray:
+    return bytearray(array("i", values).tobytes())
+
+
 class Marks:
     """Points in a stream: which of them the host waited for."""
 
@@ -37,9 +41,12 @@ def test_both_kinds_of_ints_arrive_in_one_copy() -> None:
     staging = PinnedStaging(CPU, Marks().record, pin=False)
     for n_wide, n_narrow in ((1, 1), (3, 0), (7, 5), (9000, 4001), (2, 3)):
         wide = array("q", (2**40 + i for i in range(n_wide)))
-        narrow = array("i", (-i for i in range(n_narrow)))
+        narrow = ints(*(-i for i in range(n_narrow)))
         got = staging(wide, narrow)
-        assert [tensor.tolist() for tensor in got] == [wide.tolist(), narrow.tolist()]
+        assert [tensor.tolist() for tensor in got] == [
+            wide.tolist(),
+            [-i for i in range(n_narrow)],
+        ]
         assert [tensor.dtype for tensor in got] == [torch.int64, torch.int32]
 
 
@@ -48,20 +55,20 @@ def test_a_buffer_is_written_again_only_after_its_last_copy() -> None:
     staging = PinnedStaging(CPU, marks.record, pin=False)
     for number in range(3 * RING):
         assert marks.waited == list(range(max(0, number - RING)))
-        staging(array("q", [number]), array("i", [number]))
+        staging(array("q", [number]), ints(number))
         assert marks.made == number + 1
 
 
 def test_what_was_staged_before_stays_as_it_was() -> None:
     staging = PinnedStaging(CPU, Marks().record, pin=False)
-    staged = [staging(array("q", [n, n]), array("i", [n])) for n in range(3 * RING)]
+    staged = [staging(array("q", [n, n]), ints(n)) for n in range(3 * RING)]
     assert [wide.tolist() for wide, _ in staged] == [[n, n] for n in range(3 * RING)]
     assert [narrow.tolist() for _, narrow in staged] == [[n] for n in range(3 * RING)]
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     wide = array("q", [5, 6])
-    packed, _ = host_numbers(wide, array("i", [1]))
+    packed, _ = host_numbers(wide, ints(1))
     assert packed.data_ptr() == wide.buffer_info()[0]
 
 
