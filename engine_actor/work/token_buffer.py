@@ -27,7 +27,11 @@ class TokenBuffer:
         return self.tokens
 
     def read(self, ids: torch.Tensor, slots: torch.Tensor, all_in_flight: bool) -> torch.Tensor:
-        """ids i64[n] with each negative one replaced by the last token of its slot (slots i64[n]),
-        as it will be when the stream comes here. all_in_flight: every one is negative."""
-        found = self.tokens.index_select(0, slots)
-        return found if all_in_flight else torch.where(ids < 0, found, ids)
+        """ids i64[T] with each negative one of the first n replaced by the last token of its slot
+        (slots i64[n]), as it will be when the stream comes here. all_in_flight: all n are negative.
+        """
+        n_slots = len(slots)
+        first, found = ids[:n_slots], self.tokens.index_select(0, slots)
+        if not all_in_flight:
+            found = torch.where(first < 0, found, first)
+        return found if n_slots == len(ids) else torch.cat((found, ids[n_slots:]))
