@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from engine_actor.errors import CheckpointError
 from engine_actor.load.formats import awq, compressed_tensors, dense, gptq, native
 from engine_actor.load.formats.base import Entry, Read, Weight
-from engine_actor.load.formats.gguf import GgufFile
+from engine_actor.load.formats.gguf_split import open_gguf
 from engine_actor.load.gguf_config import hub_config
 from engine_actor.load.gguf_model import GgufWeights
 from engine_actor.load.gguf_model import plan as plan_gguf
@@ -172,9 +172,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path, gguf: Path) -> Checkpoint:
-    with GgufFile(gguf) as file:
-        if file.metadata.get("split.count", 1) not in (0, 1):
-            raise refusal(gguf, "is one part of several; join them with llama-gguf-split --merge")
+    with open_gguf(gguf) as file:
         config = _config({**hub_config(file), "eos_token_id": list(ending_ids(file))}, None)
         entries = plan_gguf(file, config)
         types = Counter(t.type for t in file.tensors.values() if len(t.shape) > 1)

@@ -25,6 +25,7 @@ from engine_actor.load.formats.gguf_blocks import (
     unpack_q5_1,
     unpack_q8_0,
 )
+from engine_actor.load.formats.gguf_split import open_gguf
 from engine_actor.load.formats.gguf_super_blocks import (
     NOTE,
     unpack_q3_k,
@@ -190,7 +191,7 @@ class GgufWeights:
     @contextmanager
     def reading(self) -> Iterator[Read]:
         """A function name -> u8 tensor, a copy. Raises CheckpointError where the file changed."""
-        with GgufFile(self.path) as file:
+        with open_gguf(self.path) as file:
             if file.digest != self.digest:
                 raise refusal(self.path, "was changed since it was checked")
             yield reader(file)

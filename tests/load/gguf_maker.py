@@ -46,12 +46,14 @@ def write_gguf(
     rope_freqs: list[float] | None = None,
     metadata: dict[str, int | str] | None = None,
     pre: str = "smollm",
+    part_tensors: int = 0,
 ) -> None:
     """A small file by the gguf package: Q4_1 linears, Q8_0 embedding, F32 norms and biases.
 
-    kinds: other types for some linears, by leaf name. metadata: more keys.
+    kinds: other types for some linears, by leaf name. metadata: more keys. part_tensors: at most so
+    many a file, in files named after `path`.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part_tensors)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

@@ -120,7 +120,7 @@ def test_llama3s_factors_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"split.count": 3}, "model.gguf: is one part of several"),
+        ({"split.count": 3}, "model.gguf: is one of 3 parts but not named so"),
         ({"llama.expert_count": 8}, "llama.expert_count: unknown key"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type: 'yarn' cannot be read"),
         ({"tokenizer.ggml.eot_token_id": VOCAB}, f"tokenizer.ggml.eot_token_id: {VOCAB} is not"),

@@ -96,6 +96,10 @@ class GgufFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file."""
         self._map.close()
 
     @property
