@@ -30,7 +30,12 @@ class Loaded:
     eos_token_ids: tuple[int, ...]
 
     def engine(
-        self, *, kv_blocks: int = 600, sampler: Sampler | None = None, **config: Any
+        self,
+        *,
+        kv_blocks: int = 600,
+        sampler: Sampler | None = None,
+        depth: int | None = None,
+        **config: Any,
     ) -> Engine:
         """A new engine with an empty pool and an empty prefix cache over the same weights."""
         facts = EngineFacts(
@@ -44,7 +49,7 @@ class Loaded:
         )
         settings = EngineConfig(kv=KVConfig(block_tokens=BLOCK), **config)
         sampler = sampler or Sampler(self.runner.vocab_size, base_seed=3)
-        return Engine(settings, facts, self.runner, sampler)
+        return Engine(settings, facts, self.runner, sampler, depth=depth)
 
 
 def load(folder: Path, numerics: str, device: str = "cpu") -> Loaded:

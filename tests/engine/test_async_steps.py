@@ -15,13 +15,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from configs.schema import FaultRule
 from engine_actor.engine import Engine
 from engine_actor.messages import Cancel, Evict, Flag, Limit
-from tests.doubles.queued_device import QueuedRunner, queued_engine
+from engine_actor.work.streams import SerialPair, StreamPair
+from tests.doubles.queued_device import CPU, QueuedRunner, queued_engine
 from tests.doubles.scripted_runner import HashRunner, make_engine
 from tests.engine.driver import CLIENT, Driver
+from tests.work.recorded import RecordedStreams
 
 EOS = 5
+STAGES = ("prepare", "launch", "sample", "finish")
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {"ignore_eos": True},
@@ -68,6 +72,7 @@ DEEDS = {
     "requeue": lambda engine, rid: engine.evict(CLIENT, Evict(rid, requeue=True)),
     "evict": lambda engine, rid: engine.evict(CLIENT, Evict(rid)),
     "shrink": lambda engine, rid: engine.limit(Limit(kv_fraction=0.93, max_num_seqs=2)),
+    "fault": lambda engine, rid: engine.faults.add(FaultRule(stage=STAGES[rid % 4], times=2)),
     "restore": lambda engine, rid: engine.limit(Limit(kv_fraction=1.0, max_num_seqs=8)),
 }
 ENDS = {"cancel": Flag.CANCELLED, "stop_string": Flag.STOP, "evict": Flag.OOM}
@@ -83,7 +88,7 @@ def random_crowd(draw: random.Random, kv_blocks: int) -> Crowd:
         requests.append((draw.randint(0, 12), prompt, n_tokens, sampling))
     deeds = [
         (draw.randint(0, 25), draw.choice(list(DEEDS)), draw.randrange(len(requests)))
-        for _ in range(draw.randint(0, 5))
+        for _ in range(draw.randint(0, 6))
     ]
     return Crowd(requests, deeds, kv_blocks)
 
@@ -96,6 +101,8 @@ def engines(crowd: Crowd, pace: Any, **config: Any) -> tuple[Engine, Engine, Que
         "max_num_seqs": 5,
         "prefill_chunk_tokens": 12,
         "max_partial_prefills": 3,
+        # A rule that never fires keeps the hook in place for those that are armed later.
+        "faults": (FaultRule(stage="prepare", request="nobody"),),
     } | config
     twin = make_engine(HashRunner(**shape), depth=0, **common)
     runner = QueuedRunner(pace, **shape)
@@ -136,7 +143,8 @@ def scores(heard: Any, name: str) -> list[Any]:
 def test_any_crowd_gets_the_texts_of_the_synchronising_twin(
     seed: int, pace: str, kv_blocks: int
 ) -> None:
-    """Greedy and seeded, penalties, logprobs, prompt logprobs, preemptions, cancels, limits."""
+    """Greedy and seeded, penalties, logprobs, prompt logprobs; preemptions, cancels, limits, and
+    memory that is short for a moment in any verb."""
     draw = random.Random(seed)
     crowd = random_crowd(draw, kv_blocks)
     paces = {"late": lambda: 0, "prompt": lambda: 9, "uneven": lambda: draw.randint(0, 3)}
@@ -238,3 +246,47 @@ def test_losing_the_device_answers_everybody_and_forgets_the_open_step() -> None
     assert (end.flag, end.extra.error_code) == (Flag.ERROR, "engine_restarted")
     gc.collect()
     assert engine._pipeline.n_open == 0
+
+
+def test_nothing_is_sampled_before_the_join_of_its_step() -> None:
+    """The seed's order, on the device, by trace through the engine: both works wait for the stream
+    that samples, it waits for both, then it samples; the host waits for the steps in their order.
+    """
+    log: list[str] = []
+    pair = StreamPair(RecordedStreams(log), "decode", "prefill", SerialPair(CPU))
+    runner = HashRunner()
+    engine = make_engine(runner, pair=pair, depth=1, prefill_chunk_tokens=4, max_partial_prefills=1)
+    begin = engine._steps._context.sampler.begin
+
+    def traced(logits: Any, rows: Any, *more: Any) -> Any:
+        log.append("sample")
+        return begin(logits, rows, *more)
+
+    engine._steps._context.sampler.begin = traced  # type: ignore[method-assign]
+    driver = Driver(engine)
+    driver.submit(0, (1, 2, 3), 30)
+    for _ in range(3):
+        driver.step()
+    for rid in (1, 2):
+        driver.submit(rid, (rid, *range(15)), 3)
+    driver.run()
+    assert engine.metrics.value("prefill_decode_stream_overlap_steps") == 8
+    launches = [index for index, entry in enumerate(log) if entry == "decode waits for default"]
+    for number, index in enumerate(launches):
+        end = launches[number + 1] if number + 1 < len(launches) else len(log)
+        order = [entry for entry in log[index:end] if not entry.startswith(("enter", "leave"))]
+        join = [
+            "prefill waits for default",
+            "default waits for prefill",
+            "default waits for decode",
+        ]
+        assert order[1:4] == join
+        assert order[4] == "sample"
+        recorded = order.index("record default")
+        assert set(order[4:recorded]) == {"sample"}
+    records = [index for index, entry in enumerate(log) if entry == "record default"]
+    waits = [index for index, entry in enumerate(log) if entry == "host waits for default"]
+    assert len(waits) == len(records) == 8
+    ahead = [wait > later for wait, later in zip(waits, records[1:], strict=False)]
+    assert sum(ahead) >= 6, "the next step is launched before the host waits for this one"
+    assert driver.tokens(0) == runner.expected((1, 2, 3), 30)
