@@ -11,6 +11,7 @@ from engine_actor.core.plan import OverlapMode
 from engine_actor.engine import Engine
 from engine_actor.loop import Heartbeat
 from engine_actor.model.memory import memory_status
+from engine_actor.work.streams import DECODE_PRIORITY, PREFILL_PRIORITY
 
 
 def engine_status(engine: Engine, epoch: int, heartbeat: Heartbeat, clients: int) -> dict[str, Any]:
@@ -65,8 +66,16 @@ def _overlap(engine: Engine) -> dict[str, Any]:
         "overlap_mode": config.overlap_mode,
         "overlap_mode_effective": pair.mode.value,
         "overlap_max_ctas": pair.max_ctas,
+        "overlap_stream_priorities": _priorities(pair.mode),
         **{name: int(metrics.value(name)) for name in counters},
     }
+
+
+def _priorities(mode: OverlapMode) -> dict[str, int] | None:
+    """Of the two streams, the lower number first; None where there are none."""
+    if mode in (OverlapMode.SERIAL, OverlapMode.MIXED):
+        return None
+    return {"decode": DECODE_PRIORITY, "prefill": PREFILL_PRIORITY}
 
 
 def async_reason(engine: Engine) -> str | None:

@@ -14,6 +14,8 @@ from engine_actor.core.overlap_policy import Sharing
 from engine_actor.core.plan import OverlapMode
 from engine_actor.work.base import Work
 from engine_actor.work.streams import (
+    DECODE_PRIORITY,
+    PREFILL_PRIORITY,
     Attempt,
     CudaStreams,
     Launched,
@@ -106,7 +108,7 @@ def _green_pair(device: torch.device, api: CudaStreams, serial: SerialPair, most
     """
     count = ops.device_info(device).multiprocessors
     index = 0 if device.index is None else device.index
-    decode, prefill = ops.split_card(index, count - most, (-1, 0))
+    decode, prefill = ops.split_card(index, count - most, (DECODE_PRIORITY, PREFILL_PRIORITY))
     return StreamPair(
         api,
         api.foreign_stream(decode.stream),

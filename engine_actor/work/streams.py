@@ -26,6 +26,9 @@ from engine_actor.work.timing import ClockTimer, EventTimer, Timer
 
 S = TypeVar("S")
 
+DECODE_PRIORITY, PREFILL_PRIORITY = -1, 0
+"""Of the two streams; the lower number goes first where both have blocks to start."""
+
 Attempt = Callable[[Work, Callable[[], object]], bool]
 """Run one verb of a work; False where it failed (the work is then FAILED)."""
 
@@ -168,8 +171,9 @@ class CudaStreams:
         self._device = device
 
     def new_stream(self, high_priority: bool) -> torch.cuda.Stream:
-        """A stream of its own; decode gets the high priority, so that a prompt cannot stall it."""
-        return torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)
+        """A stream of its own; decode gets the high priority."""
+        priority = DECODE_PRIORITY if high_priority else PREFILL_PRIORITY
+        return torch.cuda.Stream(self._device, priority=priority)
 
     def foreign_stream(self, handle: int) -> torch.cuda.ExternalStream:
         """A stream that the driver made, by its handle."""

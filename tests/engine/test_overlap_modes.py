@@ -83,6 +83,7 @@ def test_status_names_the_mode_and_why_it_is_another(mode: OverlapMode) -> None:
     assert status["prefill_decode_overlap_reason"] == (None if can else NO_STREAMS)
     assert status["prefill_decode_overlap_effective"] is (mode is OverlapMode.MIXED)
     assert status["overlap_max_ctas"] is None
+    assert status["overlap_stream_priorities"] is None
 
 
 def test_the_switch_wins_over_the_mode() -> None:

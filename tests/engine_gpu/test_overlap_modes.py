@@ -70,6 +70,8 @@ def test_each_mode_counts_as_what_it_is(on_gpu: Loaded, mode: OverlapMode) -> No
     status = engine_status(engine, 1, BEAT, 0)
     assert status["overlap_mode_effective"] == mode.value
     assert status["prefill_decode_overlap_reason"] is None
+    priorities = {"decode": -1, "prefill": 0} if mode in STREAMS else None
+    assert status["overlap_stream_priorities"] == priorities
     twin = short_stream_and_long_prompt(engine_of(on_gpu, OverlapMode.SERIAL))
     assert [driver.tokens(rid) for rid in (0, 1)] == [twin.tokens(rid) for rid in (0, 1)]
 
