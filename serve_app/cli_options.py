@@ -49,6 +49,11 @@ _SWITCHES: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("engine", "enable_prefill_decode_overlap"),
         "run decode and prefill of a step one after the other",
     ),
+    (
+        "--no-async-steps",
+        ("engine", "async_steps"),
+        "wait for each step before the next one is launched",
+    ),
     ("--no-prefix-cache", ("engine", "kv", "prefix_cache"), "share no blocks of equal prefixes"),
 )
 
