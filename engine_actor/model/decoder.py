@@ -40,13 +40,20 @@ class DecoderLayer:
 
 
 class Decoder:
-    """All layers, and `norm`, the one before the head. residual_dtype: of the stream between."""
+    """All layers, and `norm`, the one before the head, `add_norm` behind a residual add.
+    residual_dtype: of the stream between.
+    """
 
     def __init__(
-        self, layers: list[DecoderLayer], norm: ops.RowFn, residual_dtype: torch.dtype
+        self,
+        layers: list[DecoderLayer],
+        norm: ops.RowFn,
+        add_norm: ops.AddNormFn,
+        residual_dtype: torch.dtype,
     ) -> None:
         self.layers = layers
         self.norm = norm
+        self._add_norm = add_norm
         self._residual_dtype = residual_dtype
 
     def run(
@@ -59,6 +66,13 @@ class Decoder:
         if delta is not None:
             x += delta
         return x
+
+    def normed(self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors) -> torch.Tensor:
+        """All layers and the norm, as the head takes it: two launches less. x is overwritten."""
+        x, delta = x.to(self._residual_dtype), None
+        for layer, cache in zip(self.layers, kv, strict=True):
+            delta = layer.apply(x, delta, cache, step)
+        return self.norm(x) if delta is None else self._add_norm(x, delta)
 
 
 def build_layer(

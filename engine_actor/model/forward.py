@@ -146,9 +146,8 @@ class ModelRunner:
         assert self.op_set.prepare_store is not None
         store = self.op_set.prepare_store(rows.cos, rows.sin, rows.slots, self._layout)
         step = StepTensors(None, None, attend, store)
-        hidden = self._embedding(rows.ids)
-        hidden = self._decoder.run(hidden, self.kv.layers, step, 0, self.n_layers)
-        self._head.into(self._decoder.norm(hidden), out)
+        normed = self._decoder.normed(self._embedding(rows.ids), self.kv.layers, step)
+        self._head.into(normed, out)
 
     def reserve_kv(self, capacity: int) -> None:
         """Choose the addresses of a cache of up to `capacity` blocks, empty where it moves."""

@@ -132,7 +132,8 @@ def build_runner(
     native = _native_forward(parts, block_tokens)
     settle_allocator(precision.device)
     norm = op_set.rows.norm(parts.norm, config.rms_eps)
-    decoder = Decoder(layers, norm, precision.residual_dtype)
+    add_norm = op_set.rows.add_norm(parts.norm, config.rms_eps)
+    decoder = Decoder(layers, norm, add_norm, precision.residual_dtype)
     device = precision.device
     kv = KVStore(config, precision.kv_dtype, block_tokens, device, pool_maker(device))
     return ModelRunner(

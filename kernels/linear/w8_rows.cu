@@ -52,14 +52,14 @@ __device__ __forceinline__ void to_operands(unsigned codes, unsigned& low, unsig
 #endif
 }
 
-// x [m, columns], from its row first_x on: one step into a stage. Rows past m repeat the last one.
+// x [m, columns], from its row first_x on: one step into a stage. Rows past m are zeros.
 __device__ __forceinline__ void stage_x(const element* x, int first_x, int m, int columns, int chunk,
                                         unsigned stage) {
     for (int piece = threadIdx.x; piece < PIECES; piece += WARPS * 32) {
         const int row = piece / (CHUNK / 8), part = piece % (CHUNK / 8);
-        const element* from =
-            x + size_t(min(first_x + row, m - 1)) * columns + chunk * CHUNK + 8 * part;
-        copy_16(stage + row * X_BYTES + 16 * part, from);
+        const bool is_there = first_x + row < m;
+        const element* from = x + size_t(first_x + row) * columns + chunk * CHUNK + 8 * part;
+        copy_16_or_zero(stage + row * X_BYTES + 16 * part, is_there ? from : x, is_there);
     }
 }
 

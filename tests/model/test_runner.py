@@ -228,3 +228,16 @@ def test_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_free_bytes_of_this_machine() -> None:
     """Something, and not more than an address space."""
     assert 0 < free_bytes(torch.device("cpu")) < 1 << 50
+
+
+def test_all_layers_and_the_norm_in_one_call() -> None:
+    """What decode graphs run: the same bits as layers, then norm."""
+    _, dense = packed_weights()
+    runner = build_runner(config_of(), dense, block_tokens=BLOCK, native_kernels="off")
+    runner.resize_kv(8)
+    inputs = batch([Part(IDS, 0, [4, 1])])
+    hidden = runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers)
+    decoder, step = runner._decoder, runner._plan(inputs)
+    with torch.inference_mode():
+        together = decoder.normed(runner.embed(inputs), runner.kv.layers, step)
+        assert torch.equal(together, decoder.norm(hidden))
