@@ -72,9 +72,15 @@ from kernels.pack.round_columns import (  # noqa: E402
     gptq_columns,
     refuse_round_columns,
 )
-from kernels.sampling.cuda import DeviceArgmax, DeviceSampler, Outcome, new_outcome  # noqa: E402
+from kernels.sampling.cuda import (  # noqa: E402
+    DeviceArgmax,
+    DeviceSampler,
+    Outcome,
+    Sent,
+    new_outcome,
+)
 from kernels.sampling.cuda import room_bytes as sampler_room_bytes  # noqa: E402
-from kernels.sampling.op import Draw, Edit, pack_draws, pack_edits  # noqa: E402
+from kernels.sampling.op import Draw, Edit, RowPacker  # noqa: E402
 from kernels.spec.device import DeviceInfo, cuda_devices, device_info  # noqa: E402
 from kernels.spec.op import OpKey  # noqa: E402
 from kernels.spec.registry import Verdict, explain  # noqa: E402
@@ -115,7 +121,9 @@ __all__ = [
     "Outcome",
     "PackedLinear",
     "RowFn",
+    "RowPacker",
     "RowOps",
+    "Sent",
     "StagedRows",
     "StoreFn",
     "Verdict",
@@ -140,8 +148,6 @@ __all__ = [
     "new_outcome",
     "op_set",
     "pack_codes",
-    "pack_draws",
-    "pack_edits",
     "plan_attention",
     "plan_write",
     "prepare_gate_up",

@@ -7,10 +7,10 @@ what a kernel does with them is kernels/sampling's.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from engine_actor import ops
@@ -34,37 +34,35 @@ def sampler_bytes(rows: int, width: int) -> int:
     return ops.sampler_room_bytes(at_once, width) + max(counts, scores)
 
 
-def send(parts: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The same tensors on the device, by one copy that the host does not wait for. They begin at
-    multiples of 16 bytes.
-    """
-    starts = [0]
-    for part in parts:
-        starts.append(starts[-1] + -(-part.nbytes // 16) * 16)
-    staged = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    memory = staged.numpy().data
-    for start, part in zip(starts, parts, strict=False):
-        memory[start : start + part.nbytes] = part.numpy().tobytes()
-    there = staged.to(device, non_blocking=True)
-    return [
-        there[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        for start, part in zip(starts, parts, strict=False)
-    ]
+def send(packed: bytes, device: torch.device) -> torch.Tensor:
+    """u8 on the device, by a copy that the host does not wait for."""
+    staged = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staged.numpy().data[:] = packed
+    return staged.to(device, non_blocking=True)
 
 
-def edit_of(row: SampleRow, count_row: int, width: int) -> ops.Edit:
+def send_numbers(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """i64 on the device, likewise."""
+    return send(array("q", numbers).tobytes(), device).view(torch.int64)
+
+
+def edit_of(row: SampleRow, width: int) -> ops.Edit:
     """Ids outside the vocabulary are passed over, as by penalties.edit(). Later entries of a bias
     win over earlier ones.
     """
     sampling = row.sampling
+    temperature = 0.0 if sampling.greedy else sampling.temperature
+    if not is_edited(row):
+        return ops.Edit(temperature)
+    prompt = row.prompt_ids if sampling.repetition_penalty != 1.0 else ()
     return ops.Edit(
-        0.0 if sampling.greedy else sampling.temperature,
+        temperature,
         sampling.repetition_penalty,
         sampling.presence_penalty,
         sampling.frequency_penalty,
-        count_row,
         {token: bias for token, bias in dict(sampling.logit_bias).items() if 0 <= token < width},
         [token for token in row.banned if 0 <= token < width],
+        (prompt, row.output_ids) if needs_history(row) else None,
     )
 
 
@@ -74,30 +72,6 @@ def draw_of(row: SampleRow, seed: int) -> ops.Draw:
     return ops.Draw(
         sampling.top_p, sampling.min_p, sampling.top_k, seed, row.position, sampling.greedy
     )
-
-
-def history_of(rows: Sequence[SampleRow], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the ids of prompts and outputs stand in a table of counts [len(rows), width], i64."""
-
-    def places(histories: Sequence[Sequence[int]]) -> torch.Tensor:
-        found = [np.zeros(0, dtype=np.int64)]
-        for index, history in enumerate(histories):
-            ids = np.asarray(history, dtype=np.int64)
-            found.append(ids[(ids >= 0) & (ids < width)] + index * width)
-        return torch.from_numpy(np.concatenate(found))
-
-    prompts = [row.prompt_ids if row.sampling.repetition_penalty != 1.0 else () for row in rows]
-    return places(prompts), places([row.output_ids for row in rows])
-
-
-def count_history(
-    prompts: torch.Tensor, outputs: torch.Tensor, rows: int, width: int
-) -> torch.Tensor:
-    """The table as edit.cu reads it, i32 [rows, width], from history_of() on the device."""
-    counts = torch.zeros(rows * width, dtype=torch.int32, device=prompts.device)
-    counts.index_fill_(0, prompts, -(2**31))
-    ones = torch.ones(1, dtype=torch.int32, device=prompts.device)
-    return counts.index_add_(0, outputs, ones.expand(outputs.shape)).view(rows, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,28 +91,54 @@ class _Scored:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """On its way to the host until `done`."""
+class _Reply:
+    """Where one batch of up to `rows` is told, on the device and on the host."""
 
-    keys: list[Key]
-    packed: torch.Tensor
-    scored: _Scored
-    done: torch.Event
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.rows = rows
+        self.outcome = ops.new_outcome(rows, device)
+        self.done = torch.Event(device=device)
+        self._host = torch.empty(9 * rows, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._tokens = self._host.numpy()[: 8 * rows].view("int64")
+        self._finite = self._host.numpy()[8 * rows :]
+
+    def start(self) -> None:
+        """Behind all work on it."""
+        self._host.copy_(self.outcome.packed, non_blocking=True)
+        self.done.record()
+
+    def read(self, count: int) -> tuple[list[int], list[int]]:
+        """Tokens and whether each is one, of the first `count` rows; waits."""
+        self.done.synchronize()
+        return self._tokens[:count].tolist(), self._finite[:count].tolist()
+
+
+class _Pending:
+    """A batch whose reply is on its way; `free` takes the reply back once it is read."""
+
+    def __init__(
+        self, keys: list[Key], reply: _Reply, scored: _Scored, free: Callable[[_Reply], None]
+    ) -> None:
+        self._keys = keys
+        self._reply: _Reply | None = reply
+        self._scored = scored
+        self._free = free
+        self._tokens: list[int] = []
+        self._finite: list[int] = []
 
     def result(self) -> list[SampledToken]:
         """See PendingSample."""
-        self.done.synchronize()
-        split = 8 * len(self.keys)
-        finite = self.packed[split:].tolist()
-        if not all(finite):
-            broken = [key for key, fine in zip(self.keys, finite, strict=True) if not fine]
-            raise BrokenLogits(f"no finite logits for {broken}")
-        tokens = self.packed[:split].view(torch.int64).tolist()
-        scores = self.scored.read(tokens)
+        if self._reply is not None:
+            self._tokens, self._finite = self._reply.read(len(self._keys))
+            self._free(self._reply)
+            self._reply = None
+        if not all(self._finite):
+            pairs = zip(self._keys, self._finite, strict=True)
+            raise BrokenLogits(f"no finite logits for {[key for key, fine in pairs if not fine]}")
+        scores = self._scored.read(self._tokens)
         return [
             SampledToken(key, token, scores.get(row))
-            for row, (key, token) in enumerate(zip(self.keys, tokens, strict=True))
+            for row, (key, token) in enumerate(zip(self._keys, self._tokens, strict=True))
         ]
 
 
@@ -155,6 +155,7 @@ class DeviceSampling:
         self._room: ops.DeviceSampler | None = None
         self._most_rows = ROWS_AT_ONCE
         self._slots: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._replies: list[_Reply] = []
 
     def begin(
         self,
@@ -164,45 +165,44 @@ class DeviceSampling:
         slots: Sequence[int],
     ) -> PendingSample:
         """As Sampler.begin(), for at least one row of fp32 logits of this width and device."""
-        places = None if token_buffer is None else self._places(slots)
-        outcome = ops.new_outcome(len(rows), self.device, token_buffer, places)
+        reply = self._reply_for(len(rows))
+        outcome = reply.outcome
+        outcome.by_slot = token_buffer
+        outcome.slots = None if token_buffer is None else self._places(slots)
         chosen = [i for i, row in enumerate(rows) if not row.sampling.greedy or is_edited(row)]
         if len(chosen) < len(rows):
             self._argmax_of(len(rows))(logits, outcome)
         if chosen:
-            room = self._room_for(len(chosen))
-            for start in range(0, len(chosen), room.rows):
-                self._choose(room, logits, rows, chosen[start : start + room.rows], outcome)
+            self._choose(self._room_for(len(chosen)), logits, rows, chosen, outcome)
         scored = self._score(logits, rows, outcome.tokens)
-        packed = _to_host(outcome.packed)
-        done = torch.Event(device=self.device)
-        done.record()
-        return _Pending([row.key for row in rows], packed, scored, done)
+        reply.start()
+        return _Pending([row.key for row in rows], reply, scored, self._replies.append)
 
     def _choose(
         self,
         room: ops.DeviceSampler,
         logits: torch.Tensor,
         rows: Sequence[SampleRow],
-        part: list[int],
+        chosen: Sequence[int],
         outcome: ops.Outcome,
     ) -> None:
-        """Edit and draw the rows of `part`, at most as many as the room has."""
-        chosen = [rows[index] for index in part]
-        counted = [row for row in chosen if needs_history(row)]
-        count_rows = iter(range(len(counted)))
-        edits = [
-            edit_of(row, next(count_rows) if needs_history(row) else -1, self.width)
-            for row in chosen
-        ]
-        draws = [draw_of(row, 0 if row.sampling.greedy else self._seed_of(row)) for row in chosen]
-        host = [*ops.pack_edits(edits, part), ops.pack_draws(draws, part)]
-        if counted:
-            host += history_of(counted, self.width)
-        packed, ids, values, points, *history = send(host, self.device)
-        counts = count_history(*history, len(counted), self.width) if counted else None
-        room.edit(logits, packed, ids, values, counts)
-        room.draw(points, outcome)
+        """Edit and draw the chosen rows, as many at a time as the room has."""
+        packer = ops.RowPacker(room.rows)
+        for index in chosen:
+            row = rows[index]
+            seed = 0 if row.sampling.greedy else self._seed_of(row)
+            packer.add(index, draw_of(row, seed), edit_of(row, self.width))
+        sent = ops.Sent(send(packer.packed(), self.device), packer.biases_at, packer.ids_at)
+        counts = None
+        if packer.most_counted:
+            shape = (packer.most_counted, self.width)
+            counts = torch.empty(shape, dtype=torch.int32, device=self.device)
+        for first in range(0, len(chosen), room.rows):
+            count = min(room.rows, len(chosen) - first)
+            if counts is not None:
+                room.count(sent, first, count, counts.zero_())
+            room.edit(logits, sent, first, count, counts)
+            room.draw(sent, first, count, outcome)
 
     def _score(
         self, logits: torch.Tensor, rows: Sequence[SampleRow], tokens: torch.Tensor
@@ -216,7 +216,7 @@ class DeviceSampling:
         parts: list[tuple[list[int], RowScores]] = []
         for start in range(0, len(wanted), SCORED_AT_ONCE):
             part = wanted[start : start + SCORED_AT_ONCE]
-            (index,) = send([torch.tensor(part)], self.device)
+            index = send_numbers(part, self.device)
             picked = logits.index_select(0, index)
             top = max(tops[row] for row in part)
             scores = score_rows(picked, tokens.index_select(0, index), top)
@@ -228,9 +228,15 @@ class DeviceSampling:
         """slots i64 on the device; a batch that goes on keeps its own."""
         wanted = tuple(slots)
         if self._slots is None or self._slots[0] != wanted:
-            (there,) = send([torch.tensor(wanted, dtype=torch.int64)], self.device)
-            self._slots = wanted, there
+            self._slots = wanted, send_numbers(wanted, self.device)
         return self._slots[1]
+
+    def _reply_for(self, rows: int) -> _Reply:
+        """One that nobody waits for; those of works that failed are never given back."""
+        for index, reply in enumerate(self._replies):
+            if reply.rows >= rows:
+                return self._replies.pop(index)
+        return _Reply(_rounded_up(rows), self.device)
 
     def _argmax_of(self, rows: int) -> ops.DeviceArgmax:
         if self._argmax is None or self._argmax.rows < rows:

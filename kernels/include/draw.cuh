@@ -11,14 +11,29 @@ constexpr int BINS = 1 << DIGITS;        // their bits do
 constexpr float WEIGHT_ONE = 1073741824.f;  // 2^30: a row's sum fits in 32 bits
 #define MINUS_INFINITY __int_as_float(0xff800000)
 
-struct Draw {  // one row's; 40 bytes
-    double top_p;     // 1 or above: off
+struct Row {  // what is asked of one row; 88 bytes, kernels.sampling.op.ROW
+    double top_p;  // 1 or above: off
     u64 seed;
     long long position;
-    float min_p;      // 0: off
-    int top_k;        // width or more, or below 1: off
-    int greedy;       // take the row's argmax
-    int row;          // of what is told: tokens, finite, slots
+    float min_p;        // 0: off
+    int top_k;          // width or more, or below 1: off
+    int greedy;         // take the row's argmax
+    int row;            // of the batch: of its logits, and where its token is told
+    float temperature;  // 0: the logits stay undivided
+    float repetition;   // 1: off
+    float presence, frequency;
+    int count_row;           // row of the counts, -1: none
+    int first_bias, biases;  // in the list of biases
+    int bans;                // behind them, values unread
+    int first_id, prompts;   // in the list of ids
+    int outputs;             // behind them
+    int unused;
+};
+static_assert(sizeof(Row) == 88, "kernels.sampling.op.ROW");
+
+struct Bias {
+    int id;
+    float value;
 };
 
 struct ChunkPart {  // what edit.cu leaves of one chunk of a row
@@ -101,7 +116,7 @@ __device__ __forceinline__ Found find_bin(const unsigned* by, const unsigned* we
     return answer;
 }
 
-__device__ __forceinline__ bool limits_k(const Draw& draw, int width) {
+__device__ __forceinline__ bool limits_k(const Row& draw, int width) {
     return draw.top_k > 0 && draw.top_k < width;
 }
 

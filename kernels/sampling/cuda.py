@@ -30,7 +30,7 @@ SHIPPED = tuple(
     for source, entry in (
         (ARGMAX, "argmax_rows"),
         (EDIT, "edit_logits"),
-        (EDIT, "count_tokens"),
+        (EDIT, "count_history"),
         (DRAW, "histogram"),
         (DRAW, "find_cutoff"),
         (DRAW, "draw_tokens"),
@@ -43,11 +43,11 @@ def _kernel(entry: str) -> Kernel:
     return next(variant.kernel() for variant in SHIPPED if variant.entry == entry)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Outcome:
-    """Where the rows of a batch are told: tokens i64[R], finite u8[R] (whether the row has a finite
-    maximum; else its token is any id), both views of `packed` u8[9 R], one copy to the host. The
-    token of row r also goes to by_slot[slots[r]], i64 both, where there is one.
+    """Where up to R rows of a batch are told: tokens i64[R], finite u8[R] (whether the row has a
+    finite maximum; else its token is any id), both views of `packed` u8[9 R], one copy to the host.
+    The token of row r also goes to by_slot[slots[r]], i64 both, where there is one.
     """
 
     tokens: torch.Tensor
@@ -57,16 +57,19 @@ class Outcome:
     slots: torch.Tensor | None = None
 
 
-def new_outcome(
-    rows: int,
-    device: torch.device,
-    by_slot: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> Outcome:
-    """Of a batch of so many rows, not written yet."""
+def new_outcome(rows: int, device: torch.device) -> Outcome:
+    """For batches of up to so many rows, not written yet."""
     packed = torch.empty(9 * rows, dtype=torch.uint8, device=device)
-    tokens = packed[: 8 * rows].view(torch.int64)
-    return Outcome(tokens, packed[8 * rows :], packed, by_slot, slots)
+    return Outcome(packed[: 8 * rows].view(torch.int64), packed[8 * rows :], packed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """RowPacker.packed() on the device, and where its lists begin."""
+
+    packed: torch.Tensor
+    biases_at: int
+    ids_at: int
 
 
 class DeviceArgmax:
@@ -115,47 +118,55 @@ class DeviceSampler:
         self._cutoffs = torch.empty(rows, device=device)
         self._sums = torch.empty(rows * BLOCKS_A_ROW, dtype=torch.int32, device=device)
 
+    def count(self, sent: Sent, first: int, rows: int, counts: torch.Tensor) -> None:
+        """Into counts i32[.., width], all zero, what was sent of the histories of rows `first` to
+        first + rows - 1.
+        """
+        _kernel("count_history").launch(
+            (rows, 1, 1), (THREADS, 1, 1), sent.packed, counts, first, sent.ids_at, self.width
+        )
+
     def edit(
         self,
         logits: torch.Tensor,
-        edits: torch.Tensor,
-        ids: torch.Tensor,
-        values: torch.Tensor,
-        counts: torch.Tensor | None,
+        sent: Sent,
+        first: int,
+        rows: int,
+        counts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """fp32 [R, width]: rows of fp32 logits [.., width], which may be apart, with their edits
-        and divided by their temperature. edits u8[R, 36], ids, values: pack_edits() on the device;
-        counts i32[.., width]. A view that the next draw overwrites.
+        """fp32 [rows, width]: the rows of fp32 logits [.., width], which may be apart, that belong
+        to rows `first` to first + rows - 1 of those sent, edited and divided by their temperature.
+        A view that the next draw overwrites.
         """
-        rows = edits.shape[0]
         _kernel("edit_logits").launch(
             (self._chunks, rows, 1),
             (THREADS, 1, 1),
             logits,
             self.edited,
-            edits,
+            sent.packed,
             counts,
-            ids,
-            values,
             self._parts,
+            first,
+            sent.biases_at,
             self.width,
             logits.stride(0),
         )
         return self.edited[:rows]
 
-    def draw(self, draws: torch.Tensor, outcome: Outcome) -> None:
+    def draw(self, sent: Sent, first: int, rows: int, outcome: Outcome) -> None:
         """Tokens from the logits edited last, once: greedy rows take their argmax, the others a
-        draw from the softmax. draws u8[R, 40]: pack_draws() on the device.
+        draw from the softmax. first, rows: as edit() was given them.
         """
-        grid, block = (BLOCKS_A_ROW, draws.shape[0], 1), (THREADS, 1, 1)
+        grid, block = (BLOCKS_A_ROW, rows, 1), (THREADS, 1, 1)
         _kernel("histogram").launch(
             grid,
             block,
             self.edited,
             self._parts,
-            draws,
+            sent.packed,
             self.probabilities,
             self._states,
+            first,
             self.width,
             self._chunks,
         )
@@ -163,17 +174,18 @@ class DeviceSampler:
             grid,
             block,
             self.probabilities,
-            draws,
+            sent.packed,
             self._states,
             self._candidates,
             self._cutoffs,
+            first,
             self.width,
         )
         _kernel("draw_tokens").launch(
             grid,
             block,
             self.probabilities,
-            draws,
+            sent.packed,
             self._states,
             self._cutoffs,
             self._sums,
@@ -182,6 +194,7 @@ class DeviceSampler:
             outcome.finite,
             outcome.by_slot,
             outcome.slots,
+            first,
             self.width,
             self._chunks,
         )
@@ -191,12 +204,3 @@ def room_bytes(rows: int, width: int) -> int:
     """Of a DeviceSampler."""
     chunks = -(-width // EDIT_CHUNK)
     return rows * (8 * width + 4 * CHUNK_PART_WORDS * chunks + ROW_STATE_BYTES + 4 + 128)
-
-
-def count_tokens(
-    counts: torch.Tensor, edits: torch.Tensor, tokens: torch.Tensor, width: int
-) -> None:
-    """Add to counts i32[.., width] the tokens i64[..] of the edited rows (at most 1024)."""
-    rows = edits.shape[0]
-    block = (-(-rows // 32) * 32, 1, 1)
-    _kernel("count_tokens").launch((1, 1, 1), block, counts, edits, tokens, rows, width)

@@ -5,6 +5,7 @@
 //   find_cutoff collects the few that may lie at the cutoff, and finds it exactly;
 //   draw_tokens sums the weights kept and finds where the sum passes the point.
 // All: grid (blocks a row, rows), block 256; blocks of a row meet by counters that go back to zero.
+// `asked` are the rows of the batch, of which those from `first_row` on are drawn.
 #include "draw.cuh"
 
 struct RowState {  // zero before the first launch, and again after the last
@@ -13,7 +14,7 @@ struct RowState {  // zero before the first launch, and again after the last
 };
 
 // The bin at which the row's first limit ends; BINS: nowhere.
-__device__ __forceinline__ Found first_limit(const RowState& state, const Draw& draw, int width) {
+__device__ __forceinline__ Found first_limit(const RowState& state, const Row& draw, int width) {
     if (limits_k(draw, width)) return find_bin(state.counts, state.weights, draw.top_k);
     const unsigned needed = needed_of(unsigned(WEIGHT_ONE), draw.top_p);
     return find_bin(state.weights, state.weights, needed);
@@ -61,7 +62,7 @@ __device__ __forceinline__ Exact select(const float* values, int size, unsigned 
 
 // The least probability the row draws from. limit: where the first limit ended.
 __device__ __forceinline__ float exact_cutoff(const float* candidates, int size, const Found& limit,
-                                              const Draw& draw, float largest, int width) {
+                                              const Row& draw, float largest, int width) {
     float cutoff = 0.f;
     const bool by_k = limits_k(draw, width), by_p = draw.top_p < 1.;
     if (by_k && by_p) {
@@ -124,9 +125,9 @@ __device__ __forceinline__ Softmax join_parts(const ChunkPart* parts, int chunks
 
 // logits f32[rows, width] and parts [rows, chunks] from edit.cu; probabilities f32[rows, width].
 extern "C" __global__ void __launch_bounds__(THREADS)
-histogram(const float* logits, const ChunkPart* parts, const Draw* draws, float* probabilities,
-          RowState* states, int width, int chunks) {
-    const Draw draw = draws[blockIdx.y];
+histogram(const float* logits, const ChunkPart* parts, const Row* asked, float* probabilities,
+          RowState* states, int first_row, int width, int chunks) {
+    const Row draw = asked[first_row + blockIdx.y];
     if (draw.greedy) return;
     const bool cuts = limits_k(draw, width) || draw.top_p < 1. || draw.min_p > 0.f;
     __shared__ unsigned counts[BINS], weights[BINS];
@@ -158,9 +159,9 @@ histogram(const float* logits, const ChunkPart* parts, const Draw* draws, float*
 
 // candidates f32[rows, width], room to work in, may be the logits; cutoffs f32[rows].
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-find_cutoff(const float* probabilities, const Draw* draws, RowState* states, float* candidates,
-            float* cutoffs, int width) {
-    const Draw draw = draws[blockIdx.y];
+find_cutoff(const float* probabilities, const Row* asked, RowState* states, float* candidates,
+            float* cutoffs, int first_row, int width) {
+    const Row draw = asked[first_row + blockIdx.y];
     RowState& state = states[blockIdx.y];
     const bool searches = limits_k(draw, width) || draw.top_p < 1.;
     if (draw.greedy || !(searches || draw.min_p > 0.f)) {
@@ -216,19 +217,19 @@ __device__ __forceinline__ int where_passed(const float* row, int first, int las
     return found;
 }
 
-__device__ __forceinline__ void tell(int token, const Draw& draw, long long* tokens,
+__device__ __forceinline__ void tell(int token, const Row& draw, long long* tokens,
                                      long long* by_slot, const long long* slots) {
     tokens[draw.row] = token;
     if (by_slot) by_slot[slots[draw.row]] = token;
 }
 
-// sums u32[rows, blocks]. Told of row r at draws[r].row: tokens i64; finite u8, whether the row is a
+// sums u32[rows, blocks]. Told of a row at its place in the batch: tokens i64; finite u8, whether the row is a
 // distribution at all; by_slot i64, if any, at the row's of slots i64.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-draw_tokens(const float* probabilities, const Draw* draws, RowState* states, const float* cutoffs,
+draw_tokens(const float* probabilities, const Row* asked, RowState* states, const float* cutoffs,
             unsigned* sums, const ChunkPart* parts, long long* tokens, unsigned char* finite,
-            long long* by_slot, const long long* slots, int width, int chunks) {
-    const Draw draw = draws[blockIdx.y];
+            long long* by_slot, const long long* slots, int first_row, int width, int chunks) {
+    const Row draw = asked[first_row + blockIdx.y];
     const float* row = probabilities + size_t(blockIdx.y) * width;
     if (blockIdx.x == 0 && threadIdx.x < 32) {
         const Softmax softmax = join_parts(parts + blockIdx.y * chunks, chunks);

@@ -2,23 +2,14 @@
 // of engine_actor.model.penalties, same order and same roundings. Each block also leaves what the
 // softmax and the argmax of the row need from it.
 //
-// grid (ceil(width / CHUNK), rows), block 256. Bias and bans are short lists of ids, counts a dense
-// table: bit 31 of an entry says that the prompt holds the id, the rest how often the output does.
+// edit_logits: grid (ceil(width / CHUNK), rows), block 256. Bias and bans are short lists of ids,
+// counts a dense table: bit 31 of an entry says that the prompt holds the id, the rest how often the
+// output does.
 #include "draw.cuh"
 
 constexpr int CHUNK = 4096;
 constexpr unsigned IN_PROMPT = 0x80000000u;
 constexpr float LARGEST = 1e30f;
-
-struct Edit {  // one row's; 36 bytes
-    float temperature;         // 0: greedy, the logits stay as they are
-    float repetition;          // 1: off
-    float presence, frequency;
-    int count_row;             // row of `counts`, -1: none
-    int first_bias, biases;    // in bias_ids and bias_values
-    int bans;                  // in bias_ids, behind the biases
-    int row;                   // of the logits
-};
 
 // The chunk's largest value with its lowest index, and the sum of exp(value - largest): by the whole
 // block, in an order that depends on nothing but the chunk's size. A NaN ends up in `sum`.
@@ -56,21 +47,41 @@ __device__ __forceinline__ ChunkPart summarise(const float* chunk, int size, int
     return {high, sum, place};
 }
 
-// logits f32[.., width], `pitch` apart; out f32[rows, width]; counts u32[.., width]; parts [rows,
-// chunks]. Row r of `out` comes from row edits[r].row of the logits.
+// counts u32[.., width], zero before: what the prompts and outputs of the counted rows hold. grid
+// (rows), rows from `first_row` of those in `sent`, ids `ids_at` bytes behind its start.
 extern "C" __global__ void __launch_bounds__(THREADS)
-edit_logits(const float* logits, float* out, const Edit* edits, const unsigned* counts,
-            const int* bias_ids, const float* bias_values, ChunkPart* parts, int width, int pitch) {
+count_history(const unsigned char* sent, unsigned* counts, int first_row, int ids_at, int width) {
+    const Row& asked = reinterpret_cast<const Row*>(sent)[first_row + blockIdx.x];
+    if (asked.count_row < 0) return;
+    const int* ids = reinterpret_cast<const int*>(sent + ids_at) + asked.first_id;
+    unsigned* own = counts + size_t(asked.count_row) * width;
+    for (int i = threadIdx.x; i < asked.prompts + asked.outputs; i += THREADS) {
+        const int id = ids[i];
+        if (id < 0 || id >= width) continue;
+        if (i < asked.prompts) {
+            atomicOr(own + id, IN_PROMPT);
+        } else {
+            atomicAdd(own + id, 1u);
+        }
+    }
+}
+
+// logits f32[.., width], `pitch` apart; out f32[rows, width]; counts from count_history; parts [rows,
+// chunks]. Row r of `out` is row first_row + r of those in `sent`; biases `biases_at` bytes behind.
+extern "C" __global__ void __launch_bounds__(THREADS)
+edit_logits(const float* logits, float* out, const unsigned char* sent, const unsigned* counts,
+            ChunkPart* parts, int first_row, int biases_at, int width, int pitch) {
     __shared__ float chunk[CHUNK];
-    const Edit edit = edits[blockIdx.y];
+    const Row edit = reinterpret_cast<const Row*>(sent)[first_row + blockIdx.y];
+    const Bias* biases = reinterpret_cast<const Bias*>(sent + biases_at) + edit.first_bias;
     const int first = blockIdx.x * CHUNK, size = min(CHUNK, width - first);
     const size_t row = size_t(blockIdx.y) * width + first;
     const float* source = logits + size_t(edit.row) * pitch + first;
     for (int i = threadIdx.x; i < size; i += THREADS) chunk[i] = source[i];
     __syncthreads();
     for (int i = threadIdx.x; i < edit.biases; i += THREADS) {
-        const int at = bias_ids[edit.first_bias + i] - first;
-        if (at >= 0 && at < size) chunk[at] += bias_values[edit.first_bias + i];
+        const int at = biases[i].id - first;
+        if (at >= 0 && at < size) chunk[at] += biases[i].value;
     }
     __syncthreads();
     if (edit.count_row >= 0) {
@@ -95,7 +106,7 @@ edit_logits(const float* logits, float* out, const Edit* edits, const unsigned* 
         __syncthreads();
     }
     for (int i = threadIdx.x; i < edit.bans; i += THREADS) {
-        const int at = bias_ids[edit.first_bias + edit.biases + i] - first;
+        const int at = biases[edit.biases + i].id - first;
         if (at >= 0 && at < size) chunk[at] = MINUS_INFINITY;
     }
     __syncthreads();
@@ -106,12 +117,4 @@ edit_logits(const float* logits, float* out, const Edit* edits, const unsigned* 
     __syncthreads();
     const ChunkPart part = summarise(chunk, size, first);
     if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = part;
-}
-
-// The token of each edited row that keeps counts is counted. grid 1, block >= rows.
-extern "C" __global__ void count_tokens(unsigned* counts, const Edit* edits,
-                                        const long long* tokens, int rows, int width) {
-    const int row = threadIdx.x;
-    if (row >= rows || edits[row].count_row < 0) return;
-    counts[size_t(edits[row].count_row) * width + tokens[edits[row].row]] += 1;
 }

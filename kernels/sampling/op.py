@@ -1,7 +1,7 @@
 """ops.sampling: what a row of logits becomes a token by, and how a device is told.
 
 A Draw is one row's distribution and its point, an Edit what happens to its logits before. Both are
-packed into a few bytes a row, so that a step sends one small copy and waits for nothing. The
+packed into some bytes a row, so that a step sends one small copy and waits for nothing. The
 definitions are engine_actor.model's (penalties, truncation, inverse_cdf, random_draw); the
 references here say them once more, slowly.
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 WEIGHT_ONE = 2.0**30
-_DRAW = struct.Struct("<dQqfiii")
-_EDIT = struct.Struct("<ffffiiiii")
+ROW = struct.Struct("<dQqfiiiffffiiiiiiii")
+BIAS = struct.Struct("<if")
 _LARGEST_INT = 2**31 - 1
 IN_PROMPT = 1 << 31
 """Bit of a count that says that the prompt holds the id."""
@@ -39,50 +40,86 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """temperature: 0 leaves the logits undivided. count_row: the row of the table of counts that
-    belongs to the sequence, -1 for none. bias: id -> addend. banned: ids not allowed now.
+    """temperature: 0 leaves the logits undivided. bias: id -> addend. banned: ids not allowed now.
+    history: the ids of prompt and output, where a penalty counts them.
     """
 
     temperature: float = 0.0
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
-    count_row: int = -1
     bias: Mapping[int, float] = field(default_factory=dict)
     banned: Sequence[int] = ()
+    history: tuple[Sequence[int], Sequence[int]] | None = None
 
 
-def pack_draws(draws: Sequence[Draw], rows: Sequence[int] | None = None) -> torch.Tensor:
-    """u8[R, 40] on the host, the bytes of draw.cuh's Draw. rows: of the outcome, by default in
-    order.
+class RowPacker:
+    """Rows for the kernels, as bytes: one of draw.cuh's Row for each, then all biases, then all
+    ids. at_once: rows that the kernels take together; the counted ones among them share a table.
     """
-    packed = bytearray()
-    for draw, row in zip(draws, rows or range(len(draws)), strict=True):
-        seed, top_k = draw.seed & (2**64 - 1), min(draw.top_k, _LARGEST_INT)
-        packed += _DRAW.pack(draw.top_p, seed, draw.position, draw.min_p, top_k, draw.greedy, row)
-    return torch.frombuffer(packed, dtype=torch.uint8).view(-1, _DRAW.size)
 
+    def __init__(self, at_once: int) -> None:
+        self.most_counted = 0
+        self._at_once = at_once
+        self._counted = 0
+        self._n_rows = 0
+        self._rows = bytearray()
+        self._biases = bytearray()
+        self._ids = array("i")
 
-def pack_edits(
-    edits: Sequence[Edit], rows: Sequence[int] | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """u8[R, 36], i32 ids and f32 biases on the host, the bytes of edit.cu's Edit and its lists.
-    rows: of the logits, by default in order. Ids must fit in 31 bits.
-    """
-    packed = bytearray()
-    ids: list[int] = []
-    values: list[float] = []
-    for edit, row in zip(edits, rows or range(len(edits)), strict=True):
-        strengths = (edit.temperature, edit.repetition, edit.presence, edit.frequency)
-        lists = (len(ids), len(edit.bias), len(edit.banned))
-        packed += _EDIT.pack(*strengths, edit.count_row, *lists, row)
-        ids += [*edit.bias, *edit.banned]
-        values += [*edit.bias.values(), *(0.0 for _ in edit.banned)]
-    return (
-        torch.frombuffer(packed, dtype=torch.uint8).view(-1, _EDIT.size),
-        torch.tensor(ids or [0], dtype=torch.int32),
-        torch.tensor(values or [0.0], dtype=torch.float32),
-    )
+    def add(self, row: int, draw: Draw, edit: Edit) -> None:
+        """`row` of the batch. Raises OverflowError for ids beyond 31 bits."""
+        if self._n_rows % self._at_once == 0:
+            self._counted = 0
+        self._n_rows += 1
+        count_row, first_id, prompts, outputs = -1, len(self._ids), 0, 0
+        if edit.history is not None:
+            prompts, outputs = map(len, edit.history)
+            for ids in edit.history:
+                self._ids.extend(ids)
+            count_row = self._counted
+            self._counted += 1
+            self.most_counted = max(self.most_counted, self._counted)
+        first_bias = len(self._biases) // BIAS.size
+        for token, value in edit.bias.items():
+            self._biases += BIAS.pack(token, value)
+        for token in edit.banned:
+            self._biases += BIAS.pack(token, 0.0)
+        self._rows += ROW.pack(
+            draw.top_p,
+            draw.seed & (2**64 - 1),
+            draw.position,
+            draw.min_p,
+            min(draw.top_k, _LARGEST_INT),
+            draw.greedy,
+            row,
+            edit.temperature,
+            edit.repetition,
+            edit.presence,
+            edit.frequency,
+            count_row,
+            first_bias,
+            len(edit.bias),
+            len(edit.banned),
+            first_id,
+            prompts,
+            outputs,
+            0,
+        )
+
+    @property
+    def biases_at(self) -> int:
+        """Where the biases begin, in bytes."""
+        return len(self._rows)
+
+    @property
+    def ids_at(self) -> int:
+        """Where the ids begin, in bytes."""
+        return len(self._rows) + len(self._biases)
+
+    def packed(self) -> bytes:
+        """What is to be sent."""
+        return bytes(self._rows) + bytes(self._biases) + self._ids.tobytes()
 
 
 def draw_reference(probabilities: torch.Tensor, draw: Draw, point: float) -> int:

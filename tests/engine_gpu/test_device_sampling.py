@@ -42,6 +42,10 @@ def _gpu_tokens(
     return made
 
 
+def _with(row: SampleRow, params: SamplingParams) -> SampleRow:
+    return SampleRow(row.key, params, row.prompt_ids, row.output_ids, row.position, row.banned)
+
+
 def _could_be(token: int, logits: torch.Tensor, row: SampleRow, sampler: Sampler) -> bool:
     """Whether a point a hair away, or a probability cut a hair elsewhere, gives this token."""
     edited = edit(logits[None], [row])[0]
@@ -120,7 +124,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch() -> None:
 def test_logprobs_are_the_cpus() -> None:
     """Of the unedited logits, for the rows that ask, as many as each asks for."""
     logits, rows = random_batch(2, 50, 3000)
-    rows = [replace(row, sampling=replace(row.sampling, temperature=0.0)) for row in rows]
+    rows = [_with(row, replace(row.sampling, temperature=0.0)) for row in rows]
     want = Sampler(base_seed=SEED).sample(logits, rows)
     got = Sampler(base_seed=SEED).sample(logits.cuda(), rows)
     asked = 0
@@ -152,7 +156,7 @@ def test_broken_rows_are_told_in_result() -> None:
     logits, rows = random_batch(4, 12, 500)
     logits[5], logits[7, 3] = torch.nan, torch.inf
     logits[6] = -torch.inf
-    rows[7] = replace(rows[7], sampling=SamplingParams())
+    rows[7] = _with(rows[7], SamplingParams())
     tokens = torch.full((12,), -1, device="cuda")
     pending = Sampler(base_seed=SEED).begin(logits.cuda(), rows, tokens, range(12))
     with pytest.raises(BrokenLogits) as told:

@@ -12,7 +12,7 @@ from engine_actor.core.params import SamplingParams
 from engine_actor.model.penalties import SampleRow
 from engine_actor.model.random_draw import uniform
 from engine_actor.model.sampler import Sampler
-from kernels.sampling.op import Draw, Edit, draw_reference, pack_draws, pack_edits
+from kernels.sampling.op import BIAS, ROW, Draw, Edit, RowPacker, draw_reference
 
 
 @given(
@@ -37,18 +37,24 @@ def test_a_draw_is_the_samplers(
 
 
 def test_the_bytes_a_kernel_reads() -> None:
-    """Two rows of each, field by field."""
-    draws = pack_draws([Draw(), Draw(0.5, 0.25, 7, -1, 12, True)]).numpy().tobytes()
-    assert len(draws) == 80
-    assert struct.unpack_from("<dQqfiii", draws, 40) == (0.5, 2**64 - 1, 12, 0.25, 7, 1, 1)
-    chosen = pack_draws([Draw(top_k=10**12)], [9]).numpy().tobytes()
-    assert struct.unpack("<dQqfiii", chosen)[4:] == (2**31 - 1, 0, 9)
-    edits, ids, values = pack_edits(
-        [Edit(1.0, bias={5: 0.5}, banned=[9]), Edit(0.5, 1.5, -1.0, 0.25, 3, {7: 2.0, 6: 1.0})]
+    """Rows, then biases, then ids, field by field; tables of counts are shared within a part."""
+    packer = RowPacker(2)
+    packer.add(4, Draw(), Edit(1.0, bias={5: 0.5}, banned=[9]))
+    packer.add(0, Draw(0.5, 0.25, 10**12, -1, 12, True), Edit(history=([7, 8], [9])))
+    packer.add(2, Draw(), Edit(0.5, 1.5, -1.0, 0.25, {7: 2.0, 6: 1.0}, history=([], [3])))
+    packer.add(3, Draw(), Edit(history=([1], [])))
+    packed = packer.packed()
+    assert (ROW.size, packer.biases_at, packer.ids_at) == (88, 352, 352 + 4 * BIAS.size)
+    assert packer.most_counted == 2
+    rows = [ROW.unpack_from(packed, at) for at in range(0, 352, 88)]
+    off = (0.0, 1.0, 0.0, 0.0)
+    assert rows[0] == (1.0, 0, 0, 0.0, 0, 0, 4, 1.0, 1.0, 0.0, 0.0, -1, 0, 1, 1, 0, 0, 0, 0)
+    assert rows[1] == (
+        *(0.5, 2**64 - 1, 12, 0.25, 2**31 - 1, 1, 0, *off),
+        *(0, 2, 0, 0, 0, 2, 1, 0),
     )
-    packed = edits.numpy().tobytes()
-    assert len(packed) == 72
-    assert struct.unpack_from("<ffffiiiii", packed) == (1.0, 1.0, 0.0, 0.0, -1, 0, 1, 1, 0)
-    assert struct.unpack_from("<ffffiiiii", packed, 36) == (0.5, 1.5, -1.0, 0.25, 3, 2, 2, 0, 1)
-    assert ids.tolist() == [5, 9, 7, 6]
-    assert values.tolist() == [0.5, 0.0, 2.0, 1.0]
+    assert rows[2][6:] == (2, 0.5, 1.5, -1.0, 0.25, 0, 2, 2, 0, 3, 0, 1, 0)
+    assert rows[3][6:] == (3, *off, 1, 4, 0, 0, 4, 1, 0, 0)
+    biases = [BIAS.unpack_from(packed, 352 + 8 * i) for i in range(4)]
+    assert biases == [(5, 0.5), (9, 0.0), (7, 2.0), (6, 1.0)]
+    assert struct.unpack_from("<5i", packed, packer.ids_at) == (7, 8, 9, 3, 1)

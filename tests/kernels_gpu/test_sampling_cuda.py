@@ -16,10 +16,10 @@ from kernels.sampling.cuda import (
     DeviceArgmax,
     DeviceSampler,
     Outcome,
-    count_tokens,
+    Sent,
     new_outcome,
 )
-from kernels.sampling.op import IN_PROMPT, Draw, Edit, draw_reference, pack_draws, pack_edits
+from kernels.sampling.op import Draw, Edit, RowPacker, draw_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -37,11 +37,30 @@ def outcome_for(rows: int) -> Outcome:
     return outcome
 
 
-def drawn_by(device: DeviceSampler, draws: Sequence[Draw]) -> Outcome:
-    """What the device draws from the logits edited last."""
+def sent_to(
+    device: DeviceSampler,
+    draws: Sequence[Draw],
+    edits: Sequence[Edit],
+    rows: Sequence[int] | None = None,
+) -> tuple[Sent, int]:
+    """And how many of its rows are counted. rows: of the batch, by default in order."""
+    packer = RowPacker(device.rows)
+    for row, draw, edit_of_row in zip(rows or range(len(draws)), draws, edits, strict=True):
+        packer.add(row, draw, edit_of_row)
+    packed = torch.frombuffer(bytearray(packer.packed()), dtype=torch.uint8).cuda()
+    return Sent(packed, packer.biases_at, packer.ids_at), packer.most_counted
+
+
+def drawn_by(
+    device: DeviceSampler, logits: torch.Tensor, draws: Sequence[Draw], temperature: float
+) -> tuple[Outcome, torch.Tensor]:
+    """What the device draws at a temperature, and the logits that it drew from."""
+    edits = [Edit(0.0 if draw.greedy else temperature) for draw in draws]
+    sent, _ = sent_to(device, draws, edits)
     outcome = outcome_for(len(draws))
-    device.draw(pack_draws(draws).cuda(), outcome)
-    return outcome
+    scaled = device.edit(logits, sent, 0, len(draws)).clone()
+    device.draw(sent, 0, len(draws), outcome)
+    return outcome, scaled
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -72,15 +91,16 @@ def test_rows_of_a_batch_are_told_where_they_stand() -> None:
     logits = torch.randn(4, 5000, device="cuda")
     by_slot = torch.full((8,), -1, device="cuda")
     slots = torch.tensor([6, 0, 3, 5], device="cuda")
-    outcome = new_outcome(4, logits.device, by_slot, slots)
+    outcome = new_outcome(4, logits.device)
+    outcome.by_slot, outcome.slots = by_slot, slots
     DeviceArgmax(4, logits.device)(logits, outcome)
     device = DeviceSampler(2, 5000, logits.device)
     chosen = [3, 1]
-    packed = pack_edits([Edit(temperature=0.5), Edit(bias={77: 100.0})], chosen)
-    edits, ids, values = (tensor.cuda() for tensor in packed)
-    device.edit(logits, edits, ids, values, None)
     draws = [Draw(top_k=3, seed=5), Draw(greedy=True)]
-    device.draw(pack_draws(draws, chosen).cuda(), outcome)
+    edits = [Edit(temperature=0.5), Edit(bias={77: 100.0})]
+    sent, _ = sent_to(device, draws, edits, chosen)
+    device.edit(logits, sent, 0, 2)
+    device.draw(sent, 0, 2, outcome)
     want = logits.argmax(-1).tolist()
     want[1] = 77
     want[3] = draw_reference(device.probabilities[0], draws[0], uniform(5, 0))
@@ -114,14 +134,6 @@ def keyed(draws: tuple[Draw, ...], seed: int) -> list[Draw]:
     ]
 
 
-def edited(
-    device: DeviceSampler, logits: torch.Tensor, temperatures: Sequence[float]
-) -> torch.Tensor:
-    """The logits divided, without other edits."""
-    edits, ids, values = pack_edits([Edit(temperature=t) for t in temperatures])
-    return device.edit(logits, edits.cuda(), ids.cuda(), values.cuda(), None)
-
-
 def expected(device: DeviceSampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """The references' tokens for the probabilities that the device made."""
     return [
@@ -139,11 +151,9 @@ def test_draws_equal_the_reference(width: int, spread: float) -> None:
     logits = torch.randn(len(DRAWS), width, device="cuda") * spread
     logits[:, ::3] = logits[:, :1].clone()
     device = sampler_for(logits)
-    temperatures = [0.0 if d.greedy else 0.8 for d in DRAWS]
     for seed in range(3):
         draws = keyed(DRAWS, seed)
-        scaled = edited(device, logits, temperatures).clone()
-        outcome = drawn_by(device, draws)
+        outcome, scaled = drawn_by(device, logits, draws, 0.8)
         assert outcome.tokens.tolist() == expected(device, logits, draws)
     drawn = [row for row, d in enumerate(DRAWS) if not d.greedy]
     want = torch.softmax(scaled[drawn].double(), -1)
@@ -156,10 +166,8 @@ def test_a_row_gives_the_same_bits_in_any_batch() -> None:
     logits = torch.randn(5, 50_000, device="cuda") * 4
     many, alone = sampler_for(logits), sampler_for(logits[:1])
     draws = keyed((Draw(top_p=0.9),) * 5, 1)
-    edited(many, logits, [0.7] * 5)
-    token = int(drawn_by(many, draws).tokens[2])
-    edited(alone, logits[2:3].contiguous(), [0.7])
-    assert int(drawn_by(alone, draws[2:3]).tokens[0]) == token
+    token = int(drawn_by(many, logits, draws, 0.7)[0].tokens[2])
+    assert int(drawn_by(alone, logits[2:3], draws[2:3], 0.7)[0].tokens[0]) == token
     assert torch.equal(alone.probabilities[0], many.probabilities[2])
 
 
@@ -183,58 +191,55 @@ def test_draws_equal_the_engines_sampler() -> None:
         device = sampler_for(logits)
         asked = [SampleRow(("c", i), p, [], [], position) for i, p in enumerate(params)]
         want = [token.token for token in sampler.sample(logits.cpu(), asked)]
-        edited(device, logits, [p.temperature for p in params])
         draws = [Draw(p.top_p, p.min_p, p.top_k, p.seed or 0, position, p.greedy) for p in params]
-        assert drawn_by(device, draws).tokens.tolist() == want
+        sent, _ = sent_to(device, draws, [Edit(p.temperature) for p in params])
+        outcome = outcome_for(rows)
+        device.edit(logits, sent, 0, rows)
+        device.draw(sent, 0, rows, outcome)
+        assert outcome.tokens.tolist() == want
 
 
 def test_edits_equal_the_engines_penalties() -> None:
-    """Bias, repetition, frequency, presence and bans, to the last bit of the CPU's definition."""
-    width, rows = 5000, 6
+    """Bias, repetition, frequency, presence and bans, to the last bit of the CPU's definition; rows
+    of no history between those that have one, strange ids nowhere."""
+    width, rows = 5000, 8
     draw = random.Random(5)
-    counts = torch.zeros(rows, width, dtype=torch.int64)
     asked, edits = [], []
     for i in range(rows):
-        prompt = [draw.randrange(width) for _ in range(40)]
+        prompt = [draw.randrange(width) for _ in range(40)] + [width, -1]
         output = [draw.randrange(200) for _ in range(100 * (i % 3))]
         bias = {draw.randrange(width): draw.uniform(-50, 50) for _ in range(10)}
+        penalised = i % 4 != 1
         params = SamplingParams(
             temperature=1.0,
-            presence_penalty=draw.choice([0.0, 0.7, -1.1]),
-            frequency_penalty=draw.choice([0.0, 0.3]),
-            repetition_penalty=draw.choice([1.0, 1.3, 0.8]),
+            presence_penalty=draw.choice([0.0, 0.7, -1.1]) * penalised,
+            frequency_penalty=draw.choice([0.0, 0.3]) * penalised,
+            repetition_penalty=draw.choice([1.3, 0.8]) if penalised else 1.0,
             logit_bias=tuple(bias.items()),
         )
         banned = [1, 2, width - 1]
         asked.append(SampleRow(("c", i), params, prompt, output, 140, banned))
-        for token in prompt:
-            counts[i, token] |= IN_PROMPT
-        for token in output:
-            counts[i, token] += 1
         edits.append(
             Edit(
                 1.0 if i % 2 else 0.0,
                 params.repetition_penalty,
                 params.presence_penalty,
                 params.frequency_penalty,
-                i,
                 bias,
                 banned,
+                (prompt, output) if penalised else None,
             )
         )
     logits = torch.randn(rows, width) * 10
     want = edit(logits, asked)
-    device = DeviceSampler(rows, width, torch.device("cuda"))
-    packed, ids, values = (t.cuda() for t in pack_edits(edits))
-    table = counts.to(torch.uint32).view(torch.int32).cuda()
-    got = device.edit(logits.cuda(), packed, ids, values, table)
-    assert torch.equal(got.cpu(), want)
-    outcome = outcome_for(rows)
-    DeviceArgmax(rows, got.device)(got, outcome)
-    count_tokens(table, packed, outcome.tokens, width)
-    for i, token in enumerate(outcome.tokens.tolist()):
-        counts[i, token] += 1
-    assert torch.equal(table.cpu().view(torch.uint32).to(torch.int64), counts)
+    device = DeviceSampler(3, width, torch.device("cuda"))
+    sent, counted = sent_to(device, [Draw()] * rows, edits)
+    counts = torch.empty(counted, width, dtype=torch.int32, device="cuda")
+    for first in range(0, rows, 3):
+        part = min(3, rows - first)
+        device.count(sent, first, part, counts.zero_())
+        got = device.edit(logits.cuda(), sent, first, part, counts)
+        assert torch.equal(got.cpu(), want[first : first + part])
 
 
 def test_a_step_of_sampling_is_captured_and_replayed() -> None:
@@ -242,19 +247,19 @@ def test_a_step_of_sampling_is_captured_and_replayed() -> None:
     width, rows = 9000, 4
     logits = torch.zeros(rows, width, device="cuda")
     device = sampler_for(logits)
-    packed = pack_draws([Draw()] * rows).cuda()
-    edits, ids, values = (t.cuda() for t in pack_edits([Edit(temperature=0.9)] * rows))
+    edits = [Edit(temperature=0.9)] * rows
+    sent, _ = sent_to(device, [Draw()] * rows, edits)
     outcome = outcome_for(rows)
-    device.edit(logits, edits, ids, values, None)
-    device.draw(packed, outcome)
+    device.edit(logits, sent, 0, rows)
+    device.draw(sent, 0, rows, outcome)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        device.edit(logits, edits, ids, values, None)
-        device.draw(packed, outcome)
+        device.edit(logits, sent, 0, rows)
+        device.draw(sent, 0, rows, outcome)
     for seed in range(4):
         logits.normal_().mul_(3)
         draws = keyed((Draw(top_p=0.8), Draw(greedy=True), Draw(top_k=9), Draw()), seed)
-        packed.copy_(pack_draws(draws))
+        sent.packed.copy_(sent_to(device, draws, edits)[0].packed)
         graph.replay()
         assert outcome.tokens.tolist() == expected(device, logits, draws)
 
@@ -269,9 +274,8 @@ def test_broken_rows_are_told() -> None:
         logits[4] = -torch.inf
         logits[4, 5001] = -3.0
         device = sampler_for(logits)
-        edited(device, logits, [1.0] * 6)
         draws = [Draw(top_p=0.9, seed=i, greedy=greedy) for i in range(6)]
-        outcome = drawn_by(device, draws)
+        outcome, _ = drawn_by(device, logits, draws, 1.0)
         tokens = outcome.tokens.tolist()
         assert outcome.finite.tolist() == [1, 0, 0, 0, 1, 1]
         assert tokens[4] == 5001

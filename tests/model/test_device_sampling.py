@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,16 +16,13 @@ from engine_actor.core.params import SamplingParams
 from engine_actor.model import device_sampling
 from engine_actor.model.device_sampling import (
     DeviceSampling,
-    count_history,
-    history_of,
     sampler_bytes,
-    send,
 )
-from engine_actor.model.penalties import SampleRow, needs_history
+from engine_actor.model.penalties import SampleRow
 from engine_actor.model.random_draw import uniform
 from engine_actor.model.sampler import BrokenLogits, Sampler
-from kernels.sampling.op import IN_PROMPT, Draw, draw_reference
-from tests.doubles.sampling_batches import random_batch, random_row
+from kernels.sampling.op import BIAS, IN_PROMPT, ROW, Draw, draw_reference
+from tests.doubles.sampling_batches import random_batch
 
 CPU = torch.device("cpu")
 SEED = 11
@@ -63,18 +60,40 @@ class Room:
         self.rows = rows
         self.width = width
 
-    def edit(self, logits, edits, ids, values, counts) -> None:  # type: ignore[no-untyped-def]
+    def count(self, sent: ops.Sent, first: int, rows: int, counts: torch.Tensor) -> None:
+        """Of the rows that have a table."""
+        assert not counts.any()
+        packed = sent.packed.numpy().tobytes()
+        for asked in _rows_of(packed, first, rows):
+            count_row, (first_id, prompts, outputs) = asked[11], asked[15:18]
+            ids = struct.unpack_from(f"<{prompts + outputs}i", packed, sent.ids_at + 4 * first_id)
+            for token in set(ids[:prompts]) & set(range(self.width)):
+                counts[count_row, token] |= -(2**31)
+            for token in ids[prompts:]:
+                counts[count_row, token] += 1
+
+    def edit(
+        self,
+        logits: torch.Tensor,
+        sent: ops.Sent,
+        first: int,
+        rows: int,
+        counts: torch.Tensor | None,
+    ) -> None:
         """One row at a time, from its bytes."""
-        assert len(edits) <= self.rows
+        assert rows <= self.rows
         self.edited = []
-        for packed in edits:
-            fields = struct.unpack("<ffffiiiii", packed.numpy().tobytes())
-            temperature, repetition, presence, frequency, count_row, first, biases, bans, row = (
-                fields
-            )
-            edited = logits[row].clone()
-            edited[ids[first : first + biases].long()] += values[first : first + biases]
+        packed = sent.packed.numpy().tobytes()
+        for asked in _rows_of(packed, first, rows):
+            temperature, repetition, presence, frequency = asked[7:11]
+            count_row, first_bias, biases, bans = asked[11:15]
+            edited = logits[asked[6]].clone()
+            at = sent.biases_at + BIAS.size * first_bias
+            entries = list(BIAS.iter_unpack(packed[at : at + BIAS.size * (biases + bans)]))
+            for token, value in entries[:biases]:
+                edited[token] += value
             if count_row >= 0:
+                assert counts is not None
                 seen = counts[count_row].view(torch.uint32).long()
                 times = seen & (IN_PROMPT - 1)
                 if repetition != 1.0:
@@ -82,14 +101,15 @@ class Room:
                     edited = torch.where(seen > 0, scaled.clamp(max=1e30), edited)
                 cost = times * torch.tensor(frequency) + torch.tensor(presence)
                 edited = torch.where(times > 0, edited - cost, edited)
-            edited[ids[first + biases : first + biases + bans].long()] = -torch.inf
+            for token, _ in entries[biases:]:
+                edited[token] = -torch.inf
             self.edited.append(edited / temperature if temperature > 0 else edited)
 
-    def draw(self, draws: torch.Tensor, outcome: ops.Outcome) -> None:
+    def draw(self, sent: ops.Sent, first: int, rows: int, outcome: ops.Outcome) -> None:
         """One row at a time."""
-        for edited, packed in zip(self.edited, draws, strict=True):
-            fields = struct.unpack("<dQqfiii", packed.numpy().tobytes())
-            top_p, seed, position, min_p, top_k, greedy, row = fields
+        packed = sent.packed.numpy().tobytes()
+        for edited, asked in zip(self.edited, _rows_of(packed, first, rows), strict=True):
+            top_p, seed, position, min_p, top_k, greedy, row = asked[:7]
             if greedy:
                 _tell(outcome, row, edited)
             else:
@@ -98,6 +118,10 @@ class Room:
                 outcome.finite[row] = bool(probabilities[0].isfinite())
                 outcome.tokens[row] = draw_reference(probabilities, draw, uniform(seed, position))
             _by_slot(outcome, [row])
+
+
+def _rows_of(packed: bytes, first: int, rows: int) -> list[tuple[Any, ...]]:
+    return [ROW.unpack_from(packed, ROW.size * (first + index)) for index in range(rows)]
 
 
 def _by_slot(outcome: ops.Outcome, rows) -> None:  # type: ignore[no-untyped-def]
@@ -185,35 +209,15 @@ def test_without_room_to_grow_the_rows_go_in_parts() -> None:
         _sampling(30).begin(logits, asked, None, ())
 
 
-def test_what_is_sent_comes_out_as_it_was() -> None:
-    """Any dtype and shape, aligned for the kernels' structures."""
-    parts = [
-        torch.arange(5, dtype=torch.uint8),
-        torch.arange(6, dtype=torch.float32).view(2, 3).t(),
-        torch.zeros(0, dtype=torch.int64),
-        torch.arange(3),
-    ]
-    got = send(parts, CPU)
-    for one, part in zip(got, parts, strict=True):
-        assert torch.equal(one, part)
-        assert one.dtype == part.dtype
-        assert one.storage_offset() * one.element_size() % 16 == 0
-
-
-def test_counts_of_a_history() -> None:
-    """How often each id was made, and whether the prompt holds it; strange ids nowhere."""
-    draw = random.Random(1)
-    rows = [row for row in (random_row(draw, 50, rid) for rid in range(60)) if needs_history(row)]
-    rows[0] = SampleRow(("c", 0), rows[0].sampling, [*rows[0].prompt_ids, -1, 50], [50, 3], 9)
-    counts = count_history(*history_of(rows, 50), len(rows), 50).view(torch.uint32).long()
-    for row, got in zip(rows, counts, strict=True):
-        want = torch.zeros(50, dtype=torch.int64)
-        for token in row.output_ids:
-            want[token : token + 1] += 1
-        if row.sampling.repetition_penalty != 1.0:
-            for token in {token for token in row.prompt_ids if 0 <= token < 50}:
-                want[token] += IN_PROMPT
-        assert torch.equal(got, want)
+def test_a_reply_is_used_again_once_it_is_read() -> None:
+    """Not before; and reading twice tells the same."""
+    row = SampleRow(("c", 0), SamplingParams(temperature=0.0), [1], [], 1)
+    sampling, logits = _sampling(5), torch.eye(5)
+    first, second = (sampling.begin(logits[i : i + 1], [row], None, ()) for i in (2, 3))
+    assert [one.token for one in (*second.result(), *first.result())] == [3, 2]
+    third = sampling.begin(logits[4:], [row], None, ())
+    assert [one.token for one in (*third.result(), *first.result())] == [4, 2]
+    assert len(sampling._replies) == 2
 
 
 def test_the_bytes_it_takes() -> None:
