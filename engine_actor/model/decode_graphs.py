@@ -105,12 +105,19 @@ class DecodeGraphs:
         self._run(bucket, step)
         return step.logits[:count]
 
-    def warm_up(self, bucket: Bucket) -> None:
-        """Compile, load and capture what a bucket needs, over padding: no KV is written."""
-        step = self._step(bucket)
-        step.rows.lengths.zero_()
-        step.rows.slots.fill_(-1)
-        self._run(bucket, step)
+    def warm_up(self, bucket: Bucket) -> bool:
+        """Compile, load and capture what a bucket needs, over padding: no KV is written. False
+        where memory is out: a batch of that size may meet that too, but nothing at start needs it.
+        """
+        try:
+            step = self._step(bucket)
+            step.rows.lengths.zero_()
+            step.rows.slots.fill_(-1)
+            self._run(bucket, step)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            LOGGER.warning("no memory to warm up %s: %s", bucket, error)
+            return False
+        return True
 
     def cache_moved(self) -> None:
         """To be called after whatever may have moved the KV cache: drops graphs that hold addresses

@@ -196,3 +196,15 @@ def test_warming_up_captures_over_padding() -> None:
     assert stage.graphs._logits[:2, :4].tolist() == [[10.0, -1.0, 0.0, 0.0], [11.0, -1.0, 0.0, 0.0]]
     check(stage, 1, 2)
     assert stage.ran[-1] == (2, 512, True)
+
+
+def test_no_memory_to_warm_up_is_no_reason_not_to_start() -> None:
+    stage = Stage()
+
+    def starved(rows: ops.StagedRows, plan: ops.AttentionPlan, out: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    stage.graphs._forward = starved
+    assert not stage.graphs.warm_up(Bucket(8, 512))
+    stage.graphs._forward = stage.forward
+    check(stage, 1, 2, 3, 4, 5)
