@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_actor import ops
+from engine_actor.core.params import SamplingParams
 from engine_actor.core.plan import SampledToken, TokenLogprobs
 from engine_actor.core.sequence import Key
 from engine_actor.model.logprobs import RowScores, score_rows
@@ -23,6 +24,8 @@ from engine_actor.model.pending_sample import BrokenLogits, PendingSample
 ROWS_AT_ONCE = 32
 """Rows that are edited or drawn together: each has 8 bytes of room for every id, and 4 more for a
 while where penalties count its tokens."""
+MOST_PACKED = 1024
+"""Rows that are kept packed; they come again with every token of a sequence."""
 SCORED_AT_ONCE = 16
 """Rows whose logprobs are taken together, through two copies of their logits."""
 
@@ -156,6 +159,7 @@ class DeviceSampling:
         self._most_rows = ROWS_AT_ONCE
         self._slots: tuple[tuple[int, ...], torch.Tensor] | None = None
         self._replies: list[_Reply] = []
+        self._packed: dict[Key, tuple[SamplingParams, bytes]] = {}
 
     def begin(
         self,
@@ -189,9 +193,7 @@ class DeviceSampling:
         """Edit and draw the chosen rows, as many at a time as the room has."""
         packer = ops.RowPacker(room.rows)
         for index in chosen:
-            row = rows[index]
-            seed = 0 if row.sampling.greedy else self._seed_of(row)
-            packer.add(index, draw_of(row, seed), edit_of(row, self.width))
+            self._pack(packer, index, rows[index])
         sent = ops.Sent(send(packer.packed(), self.device), packer.biases_at, packer.ids_at)
         counts = None
         if packer.most_counted:
@@ -203,6 +205,19 @@ class DeviceSampling:
                 room.count(sent, first, count, counts.zero_())
             room.edit(logits, sent, first, count, counts)
             room.draw(sent, first, count, outcome)
+
+    def _pack(self, packer: ops.RowPacker, index: int, row: SampleRow) -> None:
+        """A row without edits differs from its last one in its position only."""
+        params, packed = self._packed.get(row.key, (None, b""))
+        if params is row.sampling and not row.banned:
+            packer.add_again(packed, index, row.position)
+            return
+        seed = 0 if row.sampling.greedy else self._seed_of(row)
+        packer.add(index, draw_of(row, seed), edit_of(row, self.width))
+        if not is_edited(row):
+            if len(self._packed) >= MOST_PACKED:
+                self._packed.clear()
+            self._packed[row.key] = row.sampling, packer.last()
 
     def _score(
         self, logits: torch.Tensor, rows: Sequence[SampleRow], tokens: torch.Tensor

@@ -19,6 +19,8 @@ import torch
 WEIGHT_ONE = 2.0**30
 ROW = struct.Struct("<dQqfiiiffffiiiiiiii")
 BIAS = struct.Struct("<if")
+_POSITION, _POSITION_AT = struct.Struct("<q"), struct.calcsize("<dQ")
+_PLACE, _PLACE_AT = struct.Struct("<i"), struct.calcsize("<dQqfii")
 _LARGEST_INT = 2**31 - 1
 IN_PROMPT = 1 << 31
 """Bit of a count that says that the prompt holds the id."""
@@ -69,14 +71,12 @@ class RowPacker:
 
     def add(self, row: int, draw: Draw, edit: Edit) -> None:
         """`row` of the batch. Raises OverflowError for ids beyond 31 bits."""
-        if self._n_rows % self._at_once == 0:
-            self._counted = 0
-        self._n_rows += 1
+        self._begin_row()
         count_row, first_id, prompts, outputs = -1, len(self._ids), 0, 0
         if edit.history is not None:
             prompts, outputs = map(len, edit.history)
             for ids in edit.history:
-                self._ids.extend(ids)
+                self._ids += array("i", ids)
             count_row = self._counted
             self._counted += 1
             self.most_counted = max(self.most_counted, self._counted)
@@ -106,6 +106,23 @@ class RowPacker:
             outputs,
             0,
         )
+
+    def add_again(self, packed: bytes, row: int, position: int) -> None:
+        """What last() gave of a row without edits, elsewhere in a batch and at another position."""
+        self._begin_row()
+        at = len(self._rows)
+        self._rows += packed
+        _POSITION.pack_into(self._rows, at + _POSITION_AT, position)
+        _PLACE.pack_into(self._rows, at + _PLACE_AT, row)
+
+    def last(self) -> bytes:
+        """The row added last."""
+        return bytes(self._rows[-ROW.size :])
+
+    def _begin_row(self) -> None:
+        if self._n_rows % self._at_once == 0:
+            self._counted = 0
+        self._n_rows += 1
 
     @property
     def biases_at(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import torch
 from hypothesis import given
@@ -34,6 +35,16 @@ def test_a_draw_is_the_samplers(
     draw = Draw(top_p, min_p, top_k, seed, position)
     got = draw_reference(torch.softmax(logits, -1)[0], draw, uniform(seed, position))
     assert got == want
+
+
+def test_a_row_that_comes_again() -> None:
+    """As if it were added anew."""
+    draw = Draw(0.5, 0.25, 7, 11, 12)
+    first, again, anew = RowPacker(4), RowPacker(4), RowPacker(4)
+    first.add(3, draw, Edit(0.5))
+    again.add_again(first.last(), 1, 13)
+    anew.add(1, replace(draw, position=13), Edit(0.5))
+    assert again.packed() == anew.packed() == again.last()
 
 
 def test_the_bytes_a_kernel_reads() -> None:

@@ -158,9 +158,14 @@ def _sampling(width: int) -> DeviceSampling:
     return DeviceSampling(CPU, width, Sampler(base_seed=SEED)._seed_of)
 
 
+def _before(row: SampleRow) -> SampleRow:
+    """The same sequence one token earlier, where nothing is banned."""
+    return SampleRow(row.key, row.sampling, row.prompt_ids, row.output_ids, row.position - 1)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_a_batch_is_the_samplers(rows: int) -> None:
-    """Tokens, logprobs and the token buffer, in as many parts as it takes."""
+    """Tokens, logprobs and the token buffer, in as many parts as it takes, step after step."""
     for seed in range(4):
         width = 60
         logits, asked = random_batch(seed, rows, width)
@@ -169,6 +174,7 @@ def test_a_batch_is_the_samplers(rows: int) -> None:
             random.Random(seed).sample(range(2 * rows), rows),
         )
         sampling = _sampling(width)
+        sampling.begin(logits, [_before(row) for row in asked], None, ()).result()
         made = sampling.begin(logits, asked, tokens, slots).result()
         assert made == Sampler(base_seed=SEED).sample(logits, asked)
         assert tokens[slots].tolist() == [one.token for one in made]
