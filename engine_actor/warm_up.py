@@ -59,13 +59,17 @@ def _batches(runner: ModelRunner, config: EngineConfig) -> Iterator[BatchInputs]
     block_tokens = config.kv.block_tokens
     most = min(block_tokens, config.prefill_chunk_tokens)
     for total in _sizes(config) if runner.device.type == "cuda" else [most]:
-        sizes = [most] * (total // most) + ([total % most] if total % most else [])
-        chunks = [
-            PrefillChunk(KEY, 0, size, (0,) * size, (0,), samples=index == len(sizes) - 1)
-            for index, size in enumerate(sizes)
-        ]
-        yield build_prefill(chunks, block_tokens, runner.device)
+        yield build_prefill(_chunks(total, most), block_tokens, runner.device)
     yield build_decode([DecodeSlot(KEY, 0, 0, (0,), 0)], block_tokens, runner.device)
+
+
+def _chunks(total: int, most: int) -> list[PrefillChunk]:
+    """`total` rows, at most `most` a chunk."""
+    sizes = [most] * (total // most) + ([total % most] if total % most else [])
+    return [
+        PrefillChunk(KEY, 0, size, (0,) * size, (0,), samples=index == len(sizes) - 1)
+        for index, size in enumerate(sizes)
+    ]
 
 
 def _sizes(config: EngineConfig) -> list[int]:

@@ -62,6 +62,7 @@ def load(folder: Path, numerics: str, device: str = "cpu") -> Loaded:
         numerics=numerics,
         block_tokens=BLOCK,
         used_vocab=opened.usable_vocab_size(),
+        packed=opened.packed,
     )
     return Loaded(runner, opened.max_model_len, tuple(opened.eos_token_ids))
 

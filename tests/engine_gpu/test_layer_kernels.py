@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3, norms of heads": {"family": "qwen3"},
     "mistral, sliding window": {"family": "mistral", "sliding_window": 24},
     "packed": {"family": "llama", "packed": True, "head_dim": 128},
+    "packed, bf16": {"family": "llama", "packed": True, "head_dim": 128, "dtype": "bfloat16"},
 }
 
 
