@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine_actor.core.sequence import FinishReason, Key
 
@@ -52,8 +53,7 @@ class PrefillChunk:
         return self.layers is None or self.layers.last == self.layers.of
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSlot:
+class DecodeSlot(NamedTuple):
     """Compute one position of one sequence and sample the next token.
 
     `token` is the id at `position`, or None where the previous step that samples it is still in
@@ -105,8 +105,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One token made for one sequence in one step."""
 
     key: Key

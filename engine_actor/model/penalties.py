@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ _LARGEST = 1e30
 infinite one would turn the whole row into NaN."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """One row of logits that becomes one token.
 
     prompt_ids and output_ids: everything before this token. `position` is the index of the token

@@ -27,7 +27,7 @@ def known_slots(
 def _known(slot: DecodeSlot, request: Sequence | None) -> DecodeSlot:
     if request is None or slot.position >= len(request.tokens):
         return slot
-    return replace(slot, token=request.tokens[slot.position])
+    return slot._replace(token=request.tokens[slot.position])
 
 
 @dataclass(eq=False)
