@@ -86,6 +86,7 @@ def _inverse_root(hessian: torch.Tensor, order: torch.Tensor) -> torch.Tensor | 
         return None
     upper = lower.flip(0, 1)
     del lower
+    upper = upper.contiguous()  # LAPACK's and cuSOLVER's factors lie column by column
     _invert_upper(upper)
     return upper if bool(torch.isfinite(upper.diagonal()).all()) else None
 

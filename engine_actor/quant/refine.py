@@ -123,7 +123,7 @@ def descend(
     columns = weight.shape[1]
     width = grid.width(columns)
     order = curvature.order
-    hessian = curvature.hessian[order][:, order]
+    hessian = curvature.hessian[order][:, order].contiguous()
     scales, offsets = steps.per_column(columns, width)
     scales = scales.t()[order].contiguous()
     current = codes.t()[order].contiguous()
