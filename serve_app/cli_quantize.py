@@ -38,7 +38,7 @@ def add_quantize(commands: Any) -> None:
         "--tune-steps",
         metavar="N",
         type=int,
-        help="steps of tuning the whole model towards its source (300 on a GPU, 0 on a CPU)",
+        help="steps of tuning the whole model towards its source (default 0; try 300 on a GPU)",
     )
     parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
     _add_machine(parser)

@@ -38,7 +38,7 @@ from engine_actor.quant.texts import (
     token_rows,
 )
 from engine_actor.quant.tune import Tuning
-from engine_actor.quant.tune_choice import BATCH, STEPS, choose_tuning
+from engine_actor.quant.tune_choice import BATCH, choose_tuning
 
 Say = Callable[[str], None]
 EMBEDDINGS = {8: Grid(8, -1), 4: Grid(4, 64)}
@@ -46,9 +46,7 @@ EMBEDDINGS = {8: Grid(8, -1), 4: Grid(4, 64)}
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """The flags of `quantize` as they came. group None: the recipe's own; tune_steps None: as many
-    as pay on a GPU, none on a CPU.
-    """
+    """The flags of `quantize` as they came. group None: the recipe's own; tune_steps None: none."""
 
     source: str
     target: Path
@@ -117,15 +115,12 @@ def _tuning(
     options: QuantizeOptions, checkpoint: Checkpoint, device: torch.device
 ) -> tuple[Tuning | None, str]:
     """(how to tune, a line about it)."""
-    steps = options.tune_steps
-    if steps is None:
-        steps = STEPS if device.type == "cuda" else 0
+    steps = options.tune_steps or 0
     if steps == 0:
         return None, ""
     text = _rows(checkpoint, options.calibration, CALIBRATION, TUNING_ROWS)
     wanted = Tuning(text, steps, batch=BATCH[device.type])
-    is_asked_for = options.tune_steps is not None
-    return choose_tuning(checkpoint.config, wanted, is_asked_for, free_bytes(device))
+    return choose_tuning(checkpoint.config, wanted, free_bytes(device))
 
 
 def evaluate(

@@ -13,22 +13,16 @@ from engine_actor.quant.plan import MIB, layer_weights
 from engine_actor.quant.trainable import LOGITS_AT_ONCE
 from engine_actor.quant.tune import Tuning
 
-STEPS = 300
-"""On a GPU, where a step of a small model takes tens of milliseconds."""
 BATCH = {"cuda": 8, "cpu": 2}
 """Rows of a step by kind of device."""
 SHARE = 0.9
 """Of the free memory that may be counted on; the rest is fragments."""
 
 
-def choose_tuning(
-    config: ModelConfig, wanted: Tuning, is_asked_for: bool, free: int
-) -> tuple[Tuning | None, str]:
+def choose_tuning(config: ModelConfig, wanted: Tuning, free: int) -> tuple[Tuning, str]:
     """(what fits into `free` bytes of the device, a line about it). Raises CheckpointError where
-    nothing does and the user asked for it.
+    nothing does.
     """
-    if wanted.steps == 0:
-        return None, ""
     usable = int(free * SHARE)
     codes, scales = (needed_bytes(config, replace(wanted, codes=both)) for both in (True, False))
     of_it = f"{usable // MIB:,} MiB are free for it"
@@ -38,10 +32,8 @@ def choose_tuning(
         why = f": with codes it takes {codes // MIB:,} MiB, {of_it}" if wanted.codes else ""
         line = f"  tuned as a whole in {wanted.steps} steps, scales only{why}"
         return replace(wanted, codes=False), line
-    reason = f"tuning takes {scales // MIB:,} MiB, {of_it}"
-    if is_asked_for:
-        raise refusal(f"--tune-steps {wanted.steps}", f"{reason}; 0 converts without")
-    return None, f"  not tuned as a whole: {reason}"
+    need = f"tuning takes {scales // MIB:,} MiB, {of_it}"
+    raise refusal(f"--tune-steps {wanted.steps}", f"{need}; 0 converts without")
 
 
 def needed_bytes(config: ModelConfig, tuning: Tuning) -> int:

@@ -42,18 +42,17 @@ def test_trained_codes_are_most_of_the_memory():
     [
         (141 * GIB, True, "in 100 steps, codes and scales"),
         (80 * GIB, False, "scales only: with codes it takes .* MiB, 73,728 MiB are free for it"),
-        (10 * GIB, None, "not tuned as a whole: tuning takes .* MiB, 9,216 MiB are free for it"),
     ],
 )
 def test_it_falls_back_with_a_reason(free, codes, line):
-    chosen, said = choose_tuning(config_7b(), TUNING, False, free)
-    assert (None if chosen is None else chosen.codes) == codes
+    chosen, said = choose_tuning(config_7b(), TUNING, free)
+    assert chosen.codes == codes
     assert re.search(line, said)
 
 
 def test_what_was_asked_for_and_cannot_be_is_refused_in_one_line():
     with pytest.raises(CheckpointError, match=r"^--tune-steps 100: .* 0 converts without$"):
-        choose_tuning(config_7b(), TUNING, True, 10 * GIB)
+        choose_tuning(config_7b(), TUNING, 10 * GIB)
 
 
 def test_the_bound_holds_what_is_held_at_a_tiny_size():
