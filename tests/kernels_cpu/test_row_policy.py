@@ -220,7 +220,7 @@ def test_rows_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.linear.cuda.why_no_jit", lambda: None)
     found = explain_rows(layer, policy)
     assert (found[0].first, found[0].backend) == (1, "cuda.strip_few")
-    assert found[0].why == "docs/results/2026-11-30-linear-sweeps.json"
+    assert found[0].why == "docs/results/2026-11-30-tuned-linear.json"
 
 
 def test_bf16_is_cast_for_kernels_that_want_fp16() -> None:
