@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from kernels.attention.cuda_prompt import attend_prompt
-from kernels.attention.op import AttentionPlan, Segment
+from kernels.attention.op import AttentionPlan, Segment, on_device
 from kernels.jit.kernel import CudaSource, Kernel, Variant
 from kernels.pack.int8_kv import Int8KV
 from kernels.spec.device import device_info
@@ -127,7 +127,7 @@ def plan_attention_cuda(
     segments, row = [], 0
     for q_len, kv_len, blocks in zip(q_lens, kv_lens, block_lists, strict=True):
         used = tuple(blocks[: -(-kv_len // block_tokens)])
-        index = None if q_len == 1 else torch.tensor(used, dtype=torch.int64).to(device)
+        index = None if q_len == 1 else on_device(torch.tensor(used, dtype=torch.int64), device)
         skip = 0 if window is None else max(0, kv_len - q_len + 1 - window)
         segments.append(Segment(row, q_len, kv_len, skip, None, used, index, None))
         row += q_len
@@ -161,7 +161,7 @@ def decode_tensors(
     numbers += [segment.first_row for segment in decoded]
     for segment in decoded:
         numbers += (*segment.blocks, *(0,) * (width - len(segment.blocks)))
-    packed = torch.tensor(numbers, dtype=torch.int32).to(device)
+    packed = on_device(torch.tensor(numbers, dtype=torch.int32), device)
     return DecodeTensors(
         packed[2 * count :].view(count, width),
         packed[:count],

@@ -73,6 +73,15 @@ GROUP_PADDING = 2
 """The longest of a group is at most so many times its shortest."""
 
 
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor's copy there. A GPU's comes from page-locked memory: from any other the host
+    would have to wait for all that the stream was given before, and nothing could run ahead.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def plan_attention(
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
@@ -90,7 +99,7 @@ def plan_attention(
         run = all(block == used[0] + i for i, block in enumerate(used))
         start = used[0] * block_tokens + skip if run else None
         mask = _mask(q_len, kv_len, skip, window, device)
-        index = None if run else torch.tensor(used, dtype=torch.int64, device=device)
+        index = None if run else on_device(torch.tensor(used, dtype=torch.int64), device)
         segments.append(Segment(row, q_len, kv_len, skip, start, tuple(used), index, mask))
         row += q_len
     groups, alone = _grouped(segments, block_tokens, device)
@@ -126,9 +135,9 @@ def _row_group(members: list[Segment], block_tokens: int, device: torch.device) 
     mask = torch.zeros(len(members), width * block_tokens)
     mask.masked_fill_((keys >= last) | (keys < first), -torch.inf)
     return RowGroup(
-        torch.tensor([s.first_row for s in members], device=device),
-        torch.tensor(blocks, device=device),
-        mask.view(len(members), 1, 1, -1).to(device),
+        on_device(torch.tensor([s.first_row for s in members]), device),
+        on_device(torch.tensor(blocks), device),
+        on_device(mask.view(len(members), 1, 1, -1), device),
     )
 
 
