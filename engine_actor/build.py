@@ -179,6 +179,7 @@ def _facts(
         blocks = kv_blocks(args, model, runner, block_bytes, max_model_len)
     else:
         blocks = _blocks_left(plan, runner)
+        max_model_len = context_in(blocks, config.kv.block_tokens, max_model_len)
     return EngineFacts(
         name=name,
         model=served_name(args.model),
@@ -216,6 +217,15 @@ def _blocks_left(plan: CardPlan, runner: ModelRunner) -> int:
         plan.kv_blocks,
     )
     return blocks
+
+
+def context_in(blocks: int, block_tokens: int, planned: int) -> int:
+    """Tokens of the longest sequence that may be promised: as planned, at most what the pool holds,
+    so that nobody is told of a context that no request can have."""
+    holds = blocks * block_tokens
+    if holds < planned:
+        LOGGER.warning("the context is cut from %d to %d tokens, the KV pool's", planned, holds)
+    return min(planned, holds)
 
 
 def kv_blocks(

@@ -10,6 +10,7 @@ import torch
 
 from configs.schema import AppArgs
 from engine_actor import build, planning
+from engine_actor.build import context_in
 from engine_actor.errors import CheckpointError
 from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.kv_store import kv_bytes_per_block
@@ -97,3 +98,10 @@ def test_nothing_is_loaded_where_the_plan_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match="does not fit on the card: loading takes 4381 MiB"):
         build.engine_around(args_of(memory_limit_mb=4096), Unread(**fields))
     assert held == []
+
+
+def test_no_context_is_promised_that_the_pool_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
+    assert context_in(336, 16, 5376) == 5376
+    assert context_in(400, 16, 5376) == 5376
+    assert context_in(291, 16, 5376) == 4656
+    assert "from 5376 to 4656" in caplog.text
