@@ -47,6 +47,21 @@ def _chunk(k: int, group: int) -> int | None:
     return next((chunk for chunk in CHUNKS if k % group == 0 and group % chunk == 0), None)
 
 
+def refuse_all_but_int8(key: OpKey, exact: str) -> str | None:
+    """What every kernel of 8-bit codes refuses first. exact: why it cannot be exact."""
+    if key.device != "cuda":
+        return "runs on a GPU only"
+    if key.exact:
+        return exact
+    if key.bits != 8:
+        return f"holds 8 bits, not {key.bits or 'dense weights'}"
+    if key.dtype not in ("float16", "bfloat16"):
+        return f"multiplies in half precision, not {key.dtype}"
+    if key.affine:
+        return f"scales only, no {key.affine}"
+    return None
+
+
 class W8Gemv:
     """y in the activations' dtype; more rows than 16 go through a dequantised copy of the rows."""
 
@@ -54,16 +69,8 @@ class W8Gemv:
 
     def refuse(self, key: OpKey) -> str | None:
         """None where it can; else why not."""
-        if key.device != "cuda":
-            return "runs on a GPU only"
-        if key.exact:
-            return "sums depend on how K is split"
-        if key.bits != 8:
-            return f"holds 8 bits, not {key.bits or 'dense weights'}"
-        if key.dtype not in ("float16", "bfloat16"):
-            return f"multiplies in half precision, not {key.dtype}"
-        if key.affine:
-            return f"scales only, no {key.affine}"
+        if reason := refuse_all_but_int8(key, "sums depend on how K is split"):
+            return reason
         if key.m > MOST_ROWS:
             return f"serves up to {MOST_ROWS} rows, not {key.m}"
         if _chunk(key.k, key.group) is None:

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from kernels.jit.kernel import CudaSource, Kernel, Variant
+from kernels.linear.w8_gemv import refuse_all_but_int8
 from kernels.linear.weights import LinearFn, Weights
 from kernels.pack.packed_linear import PackedLinear
 from kernels.spec.op import OpKey
@@ -76,16 +77,8 @@ class W8Rows:
 
     def refuse(self, key: OpKey) -> str | None:
         """None where it can; else why not."""
-        if key.device != "cuda":
-            return "runs on a GPU only"
-        if key.exact:
-            return "fp16 products"
-        if key.bits != 8:
-            return f"holds 8 bits, not {key.bits or 'dense weights'}"
-        if key.dtype not in ("float16", "bfloat16"):
-            return f"multiplies in half precision, not {key.dtype}"
-        if key.affine:
-            return f"scales only, no {key.affine}"
+        if reason := refuse_all_but_int8(key, "fp16 products"):
+            return reason
         if key.perm:
             return "columns are permuted"
         if key.m > MOST_ROWS:

@@ -6,7 +6,6 @@ forward, which multiplies in other kernels, gives the same tokens.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -17,13 +16,12 @@ from engine_actor.core.plan import OverlapMode
 from engine_actor.engine import Engine
 from engine_actor.loop import Heartbeat
 from engine_actor.status import engine_status
-from tests.engine.driver import Driver
 from tests.engine.real_engine import Loaded, texts
+from tests.engine_gpu.crowd import CHUNK, prompts, short_stream_and_long_prompt
 
 pytestmark = pytest.mark.gpu
 
 BEAT = Heartbeat(alive=True, busy_seconds=0.0, steps=3, fatal=None)
-CHUNK = 16
 STREAMS = (OverlapMode.TWO_STREAMS, OverlapMode.TWO_STREAMS_CAPPED, OverlapMode.GREEN)
 COUNTERS = (
     "prefill_steps_total",
@@ -38,27 +36,10 @@ def engine_of(loaded: Loaded, mode: OverlapMode, **config: Any) -> Engine:
     return loaded.engine(**(settings | config))
 
 
-def prompts(n: int) -> list[list[int]]:
-    draw = random.Random(11)
-    return [[draw.randrange(3, 270) for _ in range(draw.randint(1, 90))] for _ in range(n)]
-
-
-def short_stream_and_long_prompt(engine: Engine) -> Driver:
-    """One prefill step for a stream that then decodes, eleven for a prompt that comes in beside."""
-    driver = Driver(engine)
-    driver.submit(0, range(3, 3 + CHUNK), max_tokens=60, ignore_eos=True)
-    while not driver.tokens(0):
-        driver.step()
-    driver.submit(1, range(5, 5 + 11 * CHUNK), max_tokens=8, ignore_eos=True)
-    driver.run()
-    driver.assert_all_free()
-    return driver
-
-
 @pytest.mark.parametrize("mode", OverlapMode)
 def test_each_mode_counts_as_what_it_is(on_gpu: Loaded, mode: OverlapMode) -> None:
     engine = engine_of(on_gpu, mode)
-    driver = short_stream_and_long_prompt(engine)
+    driver = short_stream_and_long_prompt(engine, max_tokens=60)
     seen = [engine.metrics.value(name) for name in COUNTERS]
     both = 11
     streams = both if mode in STREAMS else 0
@@ -72,7 +53,7 @@ def test_each_mode_counts_as_what_it_is(on_gpu: Loaded, mode: OverlapMode) -> No
     assert status["prefill_decode_overlap_reason"] is None
     priorities = {"decode": -1, "prefill": 0} if mode in STREAMS else None
     assert status["overlap_stream_priorities"] == priorities
-    twin = short_stream_and_long_prompt(engine_of(on_gpu, OverlapMode.SERIAL))
+    twin = short_stream_and_long_prompt(engine_of(on_gpu, OverlapMode.SERIAL), max_tokens=60)
     assert [driver.tokens(rid) for rid in (0, 1)] == [twin.tokens(rid) for rid in (0, 1)]
 
 
@@ -145,7 +126,7 @@ def test_refused_green_contexts_are_two_streams_with_the_reason(
 
     monkeypatch.setattr(ops, "split_card", old_driver)
     engine = engine_of(on_gpu, OverlapMode.GREEN)
-    driver = short_stream_and_long_prompt(engine)
+    driver = short_stream_and_long_prompt(engine, max_tokens=60)
     assert engine.metrics.value("prefill_decode_stream_overlap_steps") == 11
     assert len(driver.tokens(1)) == 8
     assert (

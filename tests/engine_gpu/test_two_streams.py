@@ -5,7 +5,6 @@ Rows S-53, S-54, S-59, S-69 and S-92 of the seed, bug case B-35.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from engine_actor.messages import Cancel
 from engine_actor.status import overlap_reason
 from tests.engine.driver import CLIENT, Driver
 from tests.engine.real_engine import Loaded, texts
+from tests.engine_gpu.crowd import CHUNK, prompts, short_stream_and_long_prompt
 
 pytestmark = pytest.mark.gpu
-
-CHUNK = 16
 
 
 def counters(engine: Engine) -> dict[str, float]:
@@ -38,26 +36,9 @@ def engine_of(loaded: Loaded, overlap: bool, **config: Any) -> Engine:
     return loaded.engine(**(settings | config))
 
 
-def prompts(n: int) -> list[list[int]]:
-    draw = random.Random(11)
-    return [[draw.randrange(3, 270) for _ in range(draw.randint(1, 90))] for _ in range(n)]
-
-
-def short_stream_and_long_prompt(engine: Engine) -> Driver:
-    """One prefill step for a stream that then decodes, eleven for a prompt that comes in beside."""
-    driver = Driver(engine)
-    driver.submit(0, range(3, 3 + CHUNK), max_tokens=40, ignore_eos=True)
-    while not driver.tokens(0):
-        driver.step()
-    driver.submit(1, range(5, 5 + 11 * CHUNK), max_tokens=8, ignore_eos=True)
-    driver.run()
-    driver.assert_all_free()
-    return driver
-
-
 def test_prefill_decode_stream_overlap_runs_both_forwards(on_gpu: Loaded) -> None:
     engine = engine_of(on_gpu, overlap=True)
-    driver = short_stream_and_long_prompt(engine)
+    driver = short_stream_and_long_prompt(engine, max_tokens=40)
     seen = counters(engine)
     assert seen["prefill_steps_total"] == 12
     assert seen["prefill_decode_overlap_steps"] == 11
@@ -67,7 +48,7 @@ def test_prefill_decode_stream_overlap_runs_both_forwards(on_gpu: Loaded) -> Non
     assert engine.pair.mode is OverlapMode.TWO_STREAMS
 
     twin = engine_of(on_gpu, overlap=False)
-    serial = short_stream_and_long_prompt(twin)
+    serial = short_stream_and_long_prompt(twin, max_tokens=40)
     assert [driver.tokens(rid) for rid in (0, 1)] == [serial.tokens(rid) for rid in (0, 1)]
     assert counters(twin) == seen | {
         "prefill_decode_stream_overlap_steps": 0,
