@@ -21,6 +21,7 @@ from bench_paged_scheduler import COUNTERS, add_seed_flags, numbers, seed_settin
 from engine_actor.engine import Engine
 from engine_actor.messages import Limit
 from engine_runs import BenchError, EngineRun, Request, add_model_flags, engine_of, switches_of
+from memory_use import give_back
 from results import make_record, make_row, percentile, write_record
 
 MODES = ("serial", "two_streams", "two_streams_capped", "green", "mixed")
@@ -226,8 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = build(args, mode)
         runs += measure(engine, args)
         switches |= switches_of(args, engine)
-        overlap = engine.config.enable_prefill_decode_overlap
+        overlap, device = engine.config.enable_prefill_decode_overlap, engine.facts.device
         del engine
+        give_back(device)
     rows = rows_of(runs, args.warmup)
     switches |= {"seed, no overlap and overlap": SEED, "peer": VLLM}
     seed = {"prefill_decode_overlap": overlap, "runs": runs}

@@ -4,6 +4,7 @@ S-80, S-113)."""
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -65,6 +66,21 @@ def test_without_overlap_and_with_chunks_of_several_sizes(tmp_path):
         (64, 3),
         (192, 1),
     ]
+
+
+def test_the_engine_of_a_mode_is_gone_before_the_next_is_built(tmp_path, monkeypatch):
+    """Two engines of 3B would not fit on the card together."""
+    build, built = bench_tpot_jitter.build, []
+
+    def alone(args, mode):
+        assert [one for one in built if one() is not None] == []
+        engine = build(args, mode)
+        built.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(bench_tpot_jitter, "build", alone)
+    _, record = run(tmp_path, "--repeats", "1", "--overlap-modes", "serial", "mixed")
+    assert [one["mode"] for one in record["runs"]] == ["serial", "mixed"]
 
 
 def test_a_broken_promise_is_named_and_ends_with_code_1(tmp_path, capsys):
