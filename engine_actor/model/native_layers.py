@@ -84,7 +84,7 @@ def build_native_forward(
         eps=config.rms_eps,
         query_scale=config.head_dim**-0.5,
     )
-    layers = [_weights(*parts) for parts in zip(linears, norms, strict=True)]
+    layers = [_weights(config, *parts) for parts in zip(linears, norms, strict=True)]
     refusal = ops.refuse_native_layers(shape, layers, kv_dtype)
     if refusal is not None:
         return refusal
@@ -94,7 +94,9 @@ def build_native_forward(
 
 
 def _weights(
-    linears: Mapping[str, ops.Linear], norms: Mapping[str, torch.Tensor]
+    config: ModelConfig,
+    linears: Mapping[str, ops.Linear],
+    norms: Mapping[str, torch.Tensor],
 ) -> ops.NativeLayerWeights:
     def packed(fused: str, *parts: str) -> tuple[object, ...]:
         return tuple(linears[name].packed for name in ((fused,) if fused in linears else parts))
@@ -106,6 +108,6 @@ def _weights(
         down=linears["down"].packed,
         attn_norm=norms["attn_norm"],
         mlp_norm=norms["mlp_norm"],
-        q_norm=norms.get("q_norm"),
-        k_norm=norms.get("k_norm"),
+        q_norm=norms["q_norm"] if config.qk_norm else None,
+        k_norm=norms["k_norm"] if config.qk_norm else None,
     )

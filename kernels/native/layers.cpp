@@ -24,18 +24,15 @@ struct Layer {
 
 namespace {
 
-// What the threads of a call share between stages; kept by the calling thread for the next call.
+// What the threads of a call share between stages, and a row of each thread's own; kept by the
+// calling thread for the next call. All of it is there before the team starts: an exception in one
+// of its threads would end the process.
 struct Scratch {
     RowMemory rows;
     Buffer<float> qkv;
     Buffer<float> gate_up;
+    Buffer<float> own;
 };
-
-// A row of a thread's own.
-float *own_row(int64_t width) {
-    thread_local Buffer<float> memory;
-    return memory.reserve(width);
-}
 
 // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
 void norm(const float *x, const float *weight, float eps, int64_t width, float *out) {
@@ -76,10 +73,11 @@ void rotate(float *head, const float *cos, const float *sin, float scale, int di
 
 class Pass {
   public:
+    // own: a row as wide as any that is quantised.
     Pass(Team &team, int number, const Shape &shape, const Step &step, Scratch &scratch,
-         const AttentionItems &items)
+         const AttentionItems &items, float *own)
         : team_(team), number_(number), shape_(shape), step_(step), scratch_(scratch),
-          items_(items), qkv_width_(shape.queries_width() + 2 * shape.kv_width()) {}
+          items_(items), own_(own), qkv_width_(shape.queries_width() + 2 * shape.kv_width()) {}
 
     void run(const Layer &layer, float *kv) {
         quantise(layer.qkv[0]->blocks(), shape_.hidden, [&](int64_t row, float *out) {
@@ -116,9 +114,8 @@ class Pass {
     template <typename Make> void quantise(int64_t blocks, int64_t width, const Make &make) {
         rows_ = scratch_.rows.rows(blocks);
         each_row([&](int64_t row) {
-            float *out = own_row(width);
-            make(row, out);
-            quantise_row(out, width, nullptr, rows_, row);
+            make(row, own_);
+            quantise_row(own_, width, nullptr, rows_, row);
         });
     }
 
@@ -156,6 +153,7 @@ class Pass {
     const Step &step_;
     Scratch &scratch_;
     const AttentionItems &items_;
+    float *const own_;
     const int64_t qkv_width_;
     Rows rows_{};
 };
@@ -181,9 +179,11 @@ int native_layers(const native::Shape *shape, const native::Layer *layers, int64
         shared.rows.reserve(step->rows, widest(*shape));
         shared.qkv.reserve(step->rows * (shape->queries_width() + 2 * shape->kv_width()));
         shared.gate_up.reserve(step->rows * 2 * shape->intermediate);
+        const int64_t own_width = widest(*shape) * BLOCK;
+        float *own = shared.own.reserve(std::max(threads, 1) * own_width);
         const AttentionItems items(*shape, *step);
         run_team(threads, [&](Team &team, int number) {
-            Pass pass(team, number, *shape, *step, shared, items);
+            Pass pass(team, number, *shape, *step, shared, items, own + number * own_width);
             for (int64_t i = 0; i < count; ++i) pass.run(layers[i], kv[i]);
         });
     } catch (const std::bad_alloc &) {

@@ -28,6 +28,7 @@ from kernels.native.layers import (
     NativeStep,
     refuse_layers,
 )
+from kernels.native.library import NativeLibrary
 from kernels.pack.packed_linear import PackedLinear
 from tests.kernels_cpu.layers import random_layer
 from tests.kernels_cpu.paged_batches import Batch, angles, batch_of, poisoned_cache
@@ -95,24 +96,29 @@ def layer_of(shape: NativeShape, seed: int, *, apart: bool = False, normed: bool
     )
 
 
-def run_native(
-    shape: NativeShape, layers: list[Layer], x: torch.Tensor, kv: list[torch.Tensor], batch: Batch
-) -> torch.Tensor:
-    """All layers in one call."""
+def step_of(batch: Batch, shape: NativeShape = SHAPE) -> NativeStep:
+    """The rows of a batch as the library takes them."""
     width = max(map(len, batch.blocks))
     tables = torch.tensor(
         [blocks + [0] * (width - len(blocks)) for blocks in batch.blocks], dtype=torch.int32
     )
     alone = batch.q_lens == [1] * len(batch.q_lens)
-    step = NativeStep(
+    return NativeStep(
         torch.tensor(batch.positions),
         torch.tensor(batch.slots),
         None if alone else torch.tensor(batch.sequences, dtype=torch.int32),
         tables,
         *angles(max(batch.kv_lens), shape.head_dim),
     )
+
+
+def run_native(
+    shape: NativeShape, layers: list[Layer], x: torch.Tensor, kv: list[torch.Tensor], batch: Batch
+) -> torch.Tensor:
+    """All layers in one call."""
     out = x.clone()
-    NativeLayers(shape, [layer.native() for layer in layers]).run(out, kv, step, 0, len(layers))
+    native = NativeLayers(shape, [layer.native() for layer in layers])
+    native.run(out, kv, step_of(batch, shape), 0, len(layers))
     return out
 
 
@@ -236,11 +242,7 @@ def test_a_part_of_the_layers_leaves_the_others_alone() -> None:
     caches = [poisoned_cache(SHAPE, batch) for _ in layers]
     theirs = [cache.clone() for cache in caches]
     native = NativeLayers(SHAPE, [layer.native() for layer in layers])
-    width = max(map(len, batch.blocks))
-    tables = torch.tensor([b + [0] * (width - len(b)) for b in batch.blocks], dtype=torch.int32)
-    step = NativeStep(
-        torch.tensor(batch.positions), torch.tensor(batch.slots), None, tables, *angles(9, 16)
-    )
+    step = step_of(batch)
     got = x.clone()
     native.run(got, caches, step, 1, 3)
     want = run_native(SHAPE, layers[1:], x, theirs[1:], batch)
@@ -248,6 +250,21 @@ def test_a_part_of_the_layers_leaves_the_others_alone() -> None:
     assert torch.equal(caches[0].isnan(), theirs[0].isnan())
     native.run(got, caches, step, 2, 2)
     assert torch.equal(got, want)
+
+
+def test_no_memory_is_said_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for more threads than any memory holds: an error of the call, and x and the cache are as
+    they were. Asked for inside the team, the same would end the process."""
+    monkeypatch.setattr(NativeLibrary, "threads", lambda self: 2**31 - 1)
+    batch = batch_of([1, 1], [9, 9], SHAPE.block_tokens)
+    kv = poisoned_cache(SHAPE, batch)
+    before = kv.clone()
+    x = torch.randn(2, SHAPE.hidden)
+    wide = replace(SHAPE, intermediate=2**20)
+    layers = [layer_of(SHAPE, 0).native()]
+    with pytest.raises(MemoryError, match="no memory for the activations"):
+        NativeLayers(wide, layers).run(x, [kv], step_of(batch), 0, 1)
+    assert torch.equal(kv.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
 def test_a_broken_number_is_not_hidden() -> None:

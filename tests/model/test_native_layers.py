@@ -72,6 +72,18 @@ def test_compiled_layers_equal_fp32(family: str) -> None:
     assert (logits_of(runner) - want).abs().max() < 2e-3 * want.abs().max()
 
 
+def test_norms_that_the_model_does_not_have_are_not_applied() -> None:
+    """A checkpoint may bring q_norm and k_norm to a family without them: as op by op, they are left
+    out, also where only one of them came."""
+    config, packed, _ = model_of("llama")
+    want = logits_of(runner_of(config, packed))
+    strays = {
+        f"layers.{i}.{name}": torch.linspace(0.2, 3.0, config.head_dim)
+        for i, name in enumerate(["q_norm", "k_norm"])
+    }
+    assert torch.equal(logits_of(runner_of(config, {**packed, **strays})), want)
+
+
 def test_the_same_bits_alone_and_in_any_batch() -> None:
     """Few rows of a packed model: what runs beside a sequence changes nothing in it."""
     config, packed, _ = model_of("qwen3")
