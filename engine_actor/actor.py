@@ -95,6 +95,11 @@ class EngineActor:
         return await self._service.metrics_snapshot()
 
     @ray.method(concurrency_group="admin")
+    async def act(self, messages: list[tuple[Any, ...]]) -> int:
+        """See EngineService.act."""
+        return await self._service.act(messages)
+
+    @ray.method(concurrency_group="admin")
     async def reset_prefix_cache(self) -> None:
         """See EngineService.reset_prefix_cache."""
         await self._service.reset_prefix_cache()

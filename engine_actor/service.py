@@ -28,6 +28,7 @@ from engine_actor.messages import (
     Message,
     Submit,
     decode_message,
+    decode_messages,
 )
 from engine_actor.sessions import Rejected, Sessions
 from engine_actor.status import engine_status
@@ -130,6 +131,25 @@ class EngineService:
     async def metrics_snapshot(self) -> dict[str, float]:
         """Every sample by its name with labels."""
         return self._engine.metrics.snapshot()
+
+    async def act(self, messages: Sequence[tuple[Any, ...]]) -> int:
+        """An operator's cancels and evictions, each with its owner: how many of the sequences are
+        live here. The others are left alone; nothing waits for them. Raises ValueError on a
+        malformed message.
+        """
+        decoded = decode_messages(messages)
+
+        def run(engine: Engine) -> int:
+            live = [
+                message
+                for message in decoded
+                if isinstance(message, (Cancel, Evict))
+                and engine.scheduler.get((message.owner, message.rid)) is not None
+            ]
+            apply(engine, "", live)
+            return len(live)
+
+        return int(await _joined(self._loop.call(run)))
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""

@@ -45,6 +45,8 @@ class EnginePort(Protocol):
 
     async def metrics_text(self) -> str: ...
 
+    async def act(self, messages: list[tuple[object, ...]]) -> int: ...
+
     async def reset_prefix_cache(self) -> None: ...
 
     async def drain(self, seconds: float) -> None: ...
@@ -94,6 +96,10 @@ class LocalPort:
     async def metrics_text(self) -> str:
         """See EngineService.metrics_text."""
         return await self._alive(self._service.metrics_text())
+
+    async def act(self, messages: list[tuple[object, ...]]) -> int:
+        """See EngineService.act."""
+        return await self._alive(self._service.act(messages))
 
     async def reset_prefix_cache(self) -> None:
         """See EngineService.reset_prefix_cache."""

@@ -160,12 +160,8 @@ class EngineLink:
         for rid in rids:
             self._demux.close(rid)
 
-    def cancel_public(self, owner: str, rids: range) -> bool:
-        """Cancel by public id, for any ingress's request. False where it is ours and not live."""
-        if owner != self.client:
-            for rid in rids:
-                self.tell(Cancel(rid, "admin", owner))
-            return True
+    def cancel_own(self, rids: range) -> bool:
+        """Cancel a request of this ingress by its public id. False where none of it is live."""
         live = [rid for rid in rids if self._demux.is_live(rid)]
         for rid in live:
             if self._mailbox.withdraw(rid):
@@ -189,6 +185,10 @@ class EngineLink:
     async def metrics_text(self) -> str:
         """The engine's metrics. Raises ApiError(unavailable)."""
         return await self._ask(lambda port: port.metrics_text())
+
+    async def act(self, messages: list[tuple[object, ...]]) -> int:
+        """See EngineService.act. Raises ApiError(unavailable)."""
+        return await self._ask(lambda port: port.act(messages))
 
     async def reset_prefix_cache(self) -> None:
         """Drop the engine's cached prefixes. Raises ApiError(unavailable)."""

@@ -18,6 +18,7 @@ from serve_app.http_body import error_response
 from serve_app.ingress_metrics import ingress_metrics
 from serve_app.intake import Facts, Intake, ServingTokenizer
 from serve_app.openapi import openapi_page
+from serve_app.operators import Operator
 from serve_app.protocol.errors import ApiError
 from serve_app.routes_generation import add_generation_routes
 from serve_app.routes_models import add_model_routes
@@ -33,9 +34,10 @@ def build_api(
     http: HttpConfig | None = None,
     metrics: Metrics | None = None,
     run_link: bool = False,
+    operator: Operator | None = None,
 ) -> FastAPI:
     """The whole API over one engine link. With `run_link` the link lives as long as the app does
-    (ASGI lifespan), else the caller starts and stops it.
+    (ASGI lifespan), else the caller starts and stops it. `operator`: where there are more engines.
     """
     metrics = metrics or ingress_metrics()
     intake = Intake(link, tokenizer, facts or Facts(), http or HttpConfig())
@@ -56,7 +58,7 @@ def build_api(
     app.state.intake = intake
     add_generation_routes(app, intake, metrics)
     add_model_routes(app, intake)
-    add_operation_routes(app, intake, metrics)
+    add_operation_routes(app, intake, metrics, operator or Operator(link))
     app.openapi = lambda: openapi_page(app)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from ray import serve
 
 from configs import load
 from configs.schema import AppArgs
-from engine_actor.messages import Cancel, Evict, Limit, Message
+from engine_actor.messages import Limit, Message
 from serve_app.client import EnginePort
 from serve_app.directory import EngineDirectory, engine_names
 from serve_app.engine_link import EngineLink
 from serve_app.ingress import build_api
 from serve_app.intake import Facts, Intake
+from serve_app.operators import Operator
 from serve_app.protocol.errors import ApiError
-from serve_app.public_id import parse_public_id
 from serve_app.python_face import PythonFace
 
 log = logging.getLogger("ray.serve")
@@ -75,6 +76,7 @@ class Ingress:
         self._tasks: set[asyncio.Task[None]] = set()
         self._link: EngineLink | None = None
         self._face: PythonFace | None = None
+        self._operator: Operator | None = None
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         from engine_actor.load.source import resolve
@@ -101,7 +103,9 @@ class Ingress:
             max_sequences=max_live_sequences(self._args),
             meta=self._settings.meta,
         )
-        app = build_api(link, tokenizer, facts, self._args.http)
+        others = [partial(directory.port, name) for name in directory.names if name != engine]
+        operator = self._operator = Operator(link, others)
+        app = build_api(link, tokenizer, facts, self._args.http, operator=operator)
         intake: Intake = app.state.intake
         self._face = PythonFace(intake)
         return app
@@ -124,17 +128,13 @@ class Ingress:
 
     async def evict(self, request_id: str, requeue: bool = False) -> None:
         """Free a request's memory: it ends `oom`, or runs again from its prompt if `requeue`.
-        Raises ApiError for what is no request id.
+        Raises ApiError where it does not run.
         """
-        owner, rids = _parsed(request_id)
-        for rid in rids:
-            self._tell(Evict(rid, "admin", requeue, owner))
+        await self._hand.evict(request_id, requeue)
 
     async def cancel(self, request_id: str) -> None:
-        """End a request by its public id. Raises ApiError for what is no request id."""
-        owner, rids = _parsed(request_id)
-        for rid in rids:
-            self._tell(Cancel(rid, "admin", owner))
+        """End a request by its public id. Raises ApiError where it does not run."""
+        await self._hand.cancel(request_id)
 
     async def limit(self, **limits: Any) -> None:
         """Change live limits until the next reconfigure: kv_fraction, max_num_seqs,
@@ -179,9 +179,8 @@ class Ingress:
             raise ApiError("unavailable")
         return self._face
 
-
-def _parsed(request_id: str) -> tuple[str, range]:
-    parsed = parse_public_id(request_id)
-    if parsed is None:
-        raise ApiError("request_not_found")
-    return parsed
+    @property
+    def _hand(self) -> Operator:
+        if self._operator is None:
+            raise ApiError("unavailable")
+        return self._operator

@@ -59,6 +59,10 @@ class RayPort:
         """See EngineService.metrics_text."""
         return await self._alive(self._actor.metrics_text.remote())
 
+    async def act(self, messages: list[tuple[object, ...]]) -> int:
+        """See EngineService.act."""
+        return await self._alive(self._actor.act.remote(messages))
+
     async def reset_prefix_cache(self) -> None:
         """See EngineService.reset_prefix_cache."""
         await self._alive(self._actor.reset_prefix_cache.remote())

@@ -11,13 +11,15 @@ from engine_actor.core.metrics import Metrics
 from serve_app.engine_link import EngineLink
 from serve_app.http_body import error_response
 from serve_app.intake import Intake
+from serve_app.operators import Operator
 from serve_app.protocol.errors import ApiError
-from serve_app.public_id import parse_public_id
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def add_operation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> None:
+def add_operation_routes(
+    app: FastAPI, intake: Intake, metrics: Metrics, operator: Operator
+) -> None:
     """All operation routes."""
     link = intake.link
 
@@ -63,10 +65,8 @@ def add_operation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> None
 
     @app.post("/v1/requests/{public_id}/cancel", response_model=None)
     async def cancel(public_id: str) -> dict[str, Any]:
-        """End a request by the id its answer carries, whichever ingress it came through."""
-        parsed = parse_public_id(public_id)
-        if parsed is None or not link.cancel_public(*parsed):
-            raise ApiError("request_not_found")
+        """End a request by the id its answer carries, whichever ingress or engine it runs on."""
+        await operator.cancel(public_id)
         return {"id": public_id, "object": "request.cancel", "status": "cancelling"}
 
 

@@ -71,6 +71,10 @@ class SocketPort:
         """See EngineService.metrics_text."""
         return await self._port.metrics_text()
 
+    async def act(self, messages: list[tuple[object, ...]]) -> int:
+        """See EngineService.act."""
+        return await self._port.act(messages)
+
     async def reset_prefix_cache(self) -> None:
         """See EngineService.reset_prefix_cache."""
         await self._port.reset_prefix_cache()

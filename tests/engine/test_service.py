@@ -10,7 +10,7 @@ import pytest
 
 from engine_actor.core.params import SamplingParams
 from engine_actor.errors import EngineRestarted
-from engine_actor.messages import Flag, Submit, encode_messages
+from engine_actor.messages import Cancel, Evict, Flag, Submit, encode_messages
 from engine_actor.service import EngineService
 from tests.doubles.scripted_runner import HashRunner
 from tests.engine.service_client import EPOCH, WAIT_S, Client, Reading, bounded, serving, submit
@@ -83,6 +83,35 @@ def test_bad_messages_are_refused_one_by_one() -> None:
         assert heard[1].flag is Flag.LENGTH
 
     with serving() as service:
+        bounded(scene(service))
+
+
+def test_an_operator_hears_how_many_sequences_are_here() -> None:
+    """Of any client; those that are not here leave nothing that a later request could meet."""
+    runner = HashRunner()
+
+    async def scene(service: EngineService) -> None:
+        client = Client(service)
+        await client.attach()
+        wire = encode_messages([Cancel(1, "admin", "c"), Cancel(2, "admin", "c")])
+        assert await service.act(wire) == 0
+        gate = threading.Event()
+        service._loop.call(lambda engine: gate.wait(WAIT_S))
+        posted = asyncio.create_task(client.post(submit(1), submit(3)))
+        while not service._loop._inbox:
+            await asyncio.sleep(0)
+        asked = asyncio.create_task(service.act([*wire, *encode_messages([Evict(3, owner="c")])]))
+        while len(service._loop._inbox) < 2:
+            await asyncio.sleep(0)
+        gate.set()
+        assert (await posted, await asked) == ([], 2)
+        assert await client.post(submit(2)) == []
+        heard = await client.read_until_end(1, 2, 3)
+        flags = [heard[rid].flag for rid in (1, 2, 3)]
+        assert flags == [Flag.CANCELLED, Flag.LENGTH, Flag.OOM]
+        assert heard[2].tokens == runner.expected((5, 6, 7), 6)
+
+    with serving(runner) as service:
         bounded(scene(service))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from serve_app.client import LocalPort
 from serve_app.engine_link import EngineLink
 from serve_app.ingress import build_api
 from serve_app.intake import Facts
+from serve_app.operators import Operator, PortFactory
 from tests.serve.doubles import PieceTokenizer, Script, ScriptedService
 
 
@@ -25,15 +26,23 @@ def anyio_backend() -> str:
 class Api:
     """Everything one test needs: post(), events() and the parts behind them."""
 
-    def __init__(self, service: ScriptedService, http: HttpConfig, facts: Facts) -> None:
+    def __init__(
+        self,
+        service: ScriptedService,
+        http: HttpConfig,
+        facts: Facts,
+        others: Sequence[PortFactory] = (),
+    ) -> None:
         self.service = service
         self.ports: list[LocalPort] = []
-        self.link = EngineLink(self._port, beat_s=0.02, first_pause_s=0.001)
-        self.app = build_api(self.link, service.tokenizer, facts, http)
+        self.link = EngineLink(self.port, beat_s=0.02, first_pause_s=0.001)
+        operator = Operator(self.link, others)
+        self.app = build_api(self.link, service.tokenizer, facts, http, operator=operator)
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=True)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
 
-    async def _port(self) -> LocalPort:
+    async def port(self) -> LocalPort:
+        """A new port to the service."""
         self.ports.append(LocalPort(self.service))
         return self.ports[-1]
 
@@ -53,13 +62,15 @@ async def running_api(
     script: Script,
     http: dict[str, Any] | None = None,
     facts: dict[str, Any] | None = None,
+    others: Sequence[PortFactory] = (),
     **service: Any,
 ) -> AsyncIterator[Api]:
     """An API whose link is attached."""
     double = ScriptedService(tokenizer, script, auto=service.pop("auto", True))
     for name, value in service.items():
         setattr(double, name, value)
-    api = Api(double, HttpConfig(**(http or {})), Facts(**{"attach_wait_s": 0, **(facts or {})}))
+    told = Facts(**{"attach_wait_s": 0, **(facts or {})})
+    api = Api(double, HttpConfig(**(http or {})), told, others)
     api.link.start()
     try:
         assert await api.link.wait_ready(10)

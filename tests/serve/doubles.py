@@ -180,6 +180,17 @@ class ScriptedService:
     async def metrics_text(self) -> str:
         return "# TYPE prefill_steps_total counter\nprefill_steps_total 3\n"
 
+    async def act(self, messages: list[Any]) -> int:
+        """Cancels only."""
+        cancels = [message for message in decode_messages(messages) if isinstance(message, Cancel)]
+        found = 0
+        for cancel in cancels:
+            one = self.running.pop((cancel.owner, cancel.rid), None)
+            if one is not None:
+                found += 1
+                self._say(cancel.owner, cancel.rid, (), Flag.CANCELLED, one)
+        return found
+
     async def reset_prefix_cache(self) -> None: ...
 
     async def drain(self, seconds: float) -> None: ...

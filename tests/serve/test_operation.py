@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine_actor.messages import Cancel
-from tests.serve.conftest import ApiMaker
+from serve_app.client import LocalPort, PortDied
+from tests.serve.conftest import Api, ApiMaker
 from tests.serve.doubles import PieceTokenizer
 from tests.serve.wire import AsgiCall, events
 
@@ -104,13 +104,46 @@ async def test_cancel_by_id_ends_every_child(make_api: ApiMaker) -> None:
     assert again.status_code == 404
 
 
-async def test_cancel_passes_on_what_another_ingress_owns(make_api: ApiMaker) -> None:
-    api = await make_api(TOKENIZER, lambda submit: [120])
-    response = await api.client.post("/v1/requests/cmpl-other-a-2/cancel")
-    assert response.status_code == 200
-    await api.complete()
-    cancels = [m for m in api.service.received if isinstance(m, Cancel)]
-    assert cancels == [Cancel(10, "admin", "other"), Cancel(11, "admin", "other")]
+async def open_stream(api: Api) -> tuple[AsgiCall, str]:
+    """A stream that goes on until somebody ends it, and its public id."""
+    call = AsgiCall(api.app, "/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 300})
+    while not api.service.running:
+        await api.link.status()
+    api.service.tick()
+    return call, events(await call.take_event())[0]["id"]
+
+
+async def test_cancel_through_another_ingress_or_engine(make_api: ApiMaker) -> None:
+    """The id says whose the request is, not where it runs: all engines are asked, and only what was
+    found is called cancelled."""
+    one = await make_api(TOKENIZER, lambda submit: [120] * 300, auto=False)
+    other = await make_api(TOKENIZER, lambda submit: [120], others=[one.port])
+    call, name = await open_stream(one)
+    response = await other.client.post(f"/v1/requests/{name}/cancel")
+    assert (response.status_code, response.json()["status"]) == (200, "cancelling")
+    *_, error, done = events(await call.rest())
+    assert (error["error"]["code"], done) == ("cancelled", "[DONE]")
+    assert not one.service.running
+    for gone in (name, "cmpl-nobody-a-2"):
+        again = await other.client.post(f"/v1/requests/{gone}/cancel")
+        assert again.status_code == 404
+        assert again.json()["error"]["code"] == "request_not_found"
+
+
+async def test_nothing_is_claimed_where_an_engine_does_not_answer(make_api: ApiMaker) -> None:
+    """It may be there. Where it was found elsewhere nobody needs to know."""
+    one = await make_api(TOKENIZER, lambda submit: [120] * 300, auto=False)
+
+    async def nowhere() -> LocalPort:
+        raise PortDied("no actor")
+
+    other = await make_api(TOKENIZER, lambda submit: [120], others=[nowhere, one.port])
+    call, name = await open_stream(one)
+    response = await other.client.post("/v1/requests/cmpl-nobody-a-2/cancel")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "unavailable"
+    assert (await other.client.post(f"/v1/requests/{name}/cancel")).status_code == 200
+    assert events(await call.rest())[-1] == "[DONE]"
 
 
 @pytest.mark.parametrize("name", ["x", "cmpl-a-1", "cmpl-a-1-0", "cmpl-a-1-fffffff", "%F0%9F"])
