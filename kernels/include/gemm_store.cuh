@@ -1,13 +1,14 @@
 // A warpgroup's sums to rows of y through shared memory (sm_90), in stores of 16 bytes.
 //
 // The including source defines ROW_TILES and SILU. The warpgroup holds four strips, one a warp, and
-// passes 64 rows of x at a time through STAGING_BYTES of its own.
+// passes up to 64 rows of x at a time through STAGING_BYTES of its own.
 #pragma once
 #include "gemm_units.cuh"
 #include "async_copy.cuh"
 #include "tensor_core.cuh"
 
 constexpr int STAGING_BYTES = 64 * 128;
+constexpr int STORED_EIGHTS = ROW_TILES < 8 ? ROW_TILES : 8;  // eights of rows at a time
 constexpr int STORED_PIECES = SILU ? 4 : 8;  // 16-byte pieces of a row of y from four strips
 
 // Four 8 x 8 tiles of 16-bit values, each transposed; lane l gives the place of row l % 8 of tile
@@ -65,10 +66,10 @@ __device__ __forceinline__ void store_through(unsigned staging, const Problem& p
         if (p.bias != nullptr && own < p.n) bias[half] = __half2float(p.bias[own]);
     }
 #pragma unroll
-    for (int first = 0; first < ROW_TILES; first += 8) {
+    for (int first = 0; first < ROW_TILES; first += STORED_EIGHTS) {
         constexpr int AT_ONCE = SILU ? 4 : 2;  // eights of rows
 #pragma unroll
-        for (int r = 0; r < 8; r += AT_ONCE) {
+        for (int r = 0; r < STORED_EIGHTS; r += AT_ONCE) {
             unsigned tiles[4];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void store_through(unsigned staging, const Problem& p
         }
         warpgroup_barrier();
 #pragma unroll
-        for (int i = 0; i < 64 * STORED_PIECES; i += 128) {
+        for (int i = 0; i < 8 * STORED_EIGHTS * STORED_PIECES; i += 128) {
             const int place = i + (threadIdx.x & 127);
             const int own_row = place / STORED_PIECES, piece = place % STORED_PIECES;
             store_piece(p, row + first * 8 + own_row, strip * (SILU ? 8 : 16) + piece * 8, width,

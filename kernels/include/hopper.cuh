@@ -97,7 +97,11 @@ __device__ __forceinline__ void products_wait() {
 template <int EIGHTS>
 __device__ __forceinline__ void product(float (&c)[EIGHTS][4], const unsigned (&a)[4],
                                         unsigned long long b) {
-    if constexpr (EIGHTS == 8) {
+    if constexpr (EIGHTS == 4) {
+        asm volatile(PRODUCT("m64n32k16", SUMS_0 "," SUMS_1, "%16", "%17", "%18", "%19", "%20")
+                     : SUMS_OF(c, 0), SUMS_OF(c, 2)
+                     : OPERANDS(a, b));
+    } else if constexpr (EIGHTS == 8) {
         asm volatile(PRODUCT("m64n64k16",
                              SUMS_0 "," SUMS_1 "," SUMS_2 "," SUMS_3,
                              "%32", "%33", "%34", "%35", "%36")
@@ -132,6 +136,6 @@ __device__ __forceinline__ void product(float (&c)[EIGHTS][4], const unsigned (&
                        SUMS_OF(c, 26), SUMS_OF(c, 28), SUMS_OF(c, 30)
                      : OPERANDS(a, b));
     } else {
-        static_assert(EIGHTS == 8, "tiles of 64, 128, 192 or 256 rows");
+        static_assert(EIGHTS == 8, "tiles of 32, 64, 128, 192 or 256 rows");
     }
 }

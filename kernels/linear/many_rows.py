@@ -23,7 +23,10 @@ BAND = 16
 
 
 class ManyRowsTile(Protocol):
-    """What a family of kernels says of one of its tiles. Hashable: it names a compiled variant."""
+    """What a family of kernels says of one of its tiles. Hashable: it names a compiled variant.
+
+    overlaps: on sm_90 and newer a call may load weights before the kernel ahead of it has ended.
+    """
 
     @property
     def n(self) -> int: ...
@@ -33,6 +36,8 @@ class ManyRowsTile(Protocol):
     def threads(self) -> int: ...
     @property
     def blocks(self) -> int: ...
+    @property
+    def overlaps(self) -> bool: ...
     def __hash__(self) -> int: ...
     def chunk_steps(self, bits: int) -> int: ...
     def operand(self, x: torch.Tensor) -> Any: ...
@@ -59,6 +64,8 @@ class ManyRows(Generic[AnyTile]):
         device = weights.words.device
         self.multiprocessors = device_info(device).multiprocessors
         self._counters = counters_on(device)
+        # The kernel ahead of the first call may be the one that wrote the weights.
+        self._is_first = True
         self._plans: dict[int, Plan[AnyTile]] = {}
 
     def __call__(
@@ -87,6 +94,8 @@ class ManyRows(Generic[AnyTile]):
         ctas = share_of_card(self.multiprocessors) if max_ctas is None else max_ctas
         if ctas >= self.multiprocessors:
             ctas *= tile.blocks
+        overlap = tile.overlaps and not self._is_first
+        self._is_first = False
         kernel = kernel_of(tile, weights.bits, self.group, weights.offsets is not None, self.silu)
         kernel.launch(
             (min(plan.units, ctas), 1, 1),
@@ -108,6 +117,7 @@ class ManyRows(Generic[AnyTile]):
             plan.whole,
             plan.splits,
             BAND,
+            launch_dependents=overlap,
         )
         return y
 

@@ -37,6 +37,7 @@ class Tile:
     blocks: int
 
     entry = ENTRY
+    overlaps = False
 
     @property
     def threads(self) -> int:

@@ -43,6 +43,7 @@ struct Turn {
 __device__ __forceinline__ void load_all(const Problem& p, const TensorMap* x, unsigned shared,
                                          unsigned full, unsigned empty) {
     Turn turn;
+    wait_for_previous();
     for (int index = blockIdx.x; index < units_of(p); index += gridDim.x) {
         const Unit u = unit_at(p, index);
         for (int step = 0; step < u.steps; ++step) {
@@ -176,6 +177,8 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
         load_plane<0>(first, planes), load_plane<1>(first, planes), load_plane<2>(first, planes);
         load_scales<0>(first, chunk), load_scales<1>(first, chunk), take_planes(planes, chunk);
     }
+    // Weights never come from the kernel before; residual, scratch and the room for y may.
+    wait_for_previous();
     while (true) {
         const int following = index + gridDim.x;
         const bool is_end = following >= units_of(p);
@@ -231,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) strip_gemm_hopper(
     __shared__ __align__(8) unsigned long long barriers[2 * STAGES];
     const Problem p = {nullptr, weights, scales, offsets, bias, residual, y, partials, arrivals,
                        m, n, k, blocks, groups, whole, splits, band};
+    allow_next();
     const unsigned shared = (shared_address(shared_memory) + 1023) & ~1023u;  // swizzle's period
     const unsigned full = shared_address(barriers), empty = full + STAGES * 8;
     if (threadIdx.x == 0) {

@@ -27,14 +27,16 @@ REGISTERS = {1: (40, 216), 2: (24, 240), 3: (32, 160)}
 
 @dataclass(frozen=True, slots=True)
 class HopperTile:
-    """A block's shape. consumers: warpgroups of 64 out-features. row_tiles: eights of rows of x, 8,
-    16, 24 or 32. stages: steps of 64 columns of x in shared memory.
+    """A block's shape. consumers: warpgroups of 64 out-features. row_tiles: eights of rows of x, 4,
+    8, 16, 24 or 32. stages: steps of 64 columns of x in shared memory.
     """
 
     consumers: int
     row_tiles: int
     stages: int
     blocks: int = 1
+
+    overlaps = True
 
     @property
     def threads(self) -> int:
@@ -91,6 +93,7 @@ WIDE = HopperTile(consumers=2, row_tiles=32, stages=6)
 SQUARE = HopperTile(consumers=2, row_tiles=16, stages=8)
 THREE = HopperTile(consumers=3, row_tiles=16, stages=8)
 THIN = HopperTile(consumers=3, row_tiles=8, stages=12)
+SLIM = HopperTile(consumers=3, row_tiles=4, stages=12)
 PAIR = HopperTile(consumers=1, row_tiles=16, stages=5, blocks=2)
 SMALL = HopperTile(consumers=1, row_tiles=8, stages=8, blocks=2)
 TILES = {
@@ -98,6 +101,7 @@ TILES = {
     SQUARE: TileCost(SQUARE.n, SQUARE.m, SQUARE.blocks, step=0.42, lone=0.42, fixed=1.5),
     THREE: TileCost(THREE.n, THREE.m, THREE.blocks, step=0.58, lone=0.58, fixed=1.5),
     THIN: TileCost(THIN.n, THIN.m, THIN.blocks, step=0.40, lone=0.40, fixed=1.5),
+    SLIM: TileCost(SLIM.n, SLIM.m, SLIM.blocks, step=0.34, lone=0.34, fixed=1.5),
     PAIR: TileCost(PAIR.n, PAIR.m, PAIR.blocks, step=0.52, lone=0.3, fixed=2.0),
     SMALL: TileCost(SMALL.n, SMALL.m, SMALL.blocks, step=0.35, lone=0.20, fixed=1.5),
 }

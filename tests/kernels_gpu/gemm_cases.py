@@ -18,7 +18,7 @@ from kernels.spec.device import compute_capability
 from tests.kernels_cpu.layers import random_layer
 
 CUDA = torch.device("cuda", 0)
-ROWS = (1, 7, 65, 128, 257, 512)
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 30, 37, 64, 65, 128, 257, 512)
 SHARES = (1, 7)
 """Numbers of multiprocessors that may run, besides all."""
 LAYERS: dict[str, dict[str, Any]] = {

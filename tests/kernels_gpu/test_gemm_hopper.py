@@ -43,3 +43,32 @@ def test_gate_and_residual_in_the_epilogue() -> None:
     y = ManyRows(to_strips(interleave_halves(layer)), TILES, silu=True)(x, residual=residual)
     want = torch.nn.functional.silu(gate) * up + residual.float()
     torch.testing.assert_close(y.float(), want, rtol=3e-3, atol=6e-2)
+
+
+@pytest.mark.parametrize("rows", [17, 64, 200])
+def test_a_chain_may_overlap_its_launches(rows: int) -> None:
+    """Each call reads what the one before wrote, adds it as residual, and may start before it ends:
+    the same bits as one launch at a time, also when captured in a graph.
+    """
+    layer = moved(random_layer(1024, 1024, 4, 128, "symmetric", seed=6), CUDA)
+    layer.scales.mul_(1 / 16)  # twenty sums of what came before stay in fp16's range
+    run = ManyRows(to_strips(layer), TILES)
+    x = torch.randn(rows, 1024, device=CUDA).half()
+
+    def chain(wait: bool) -> torch.Tensor:
+        y = x
+        for _ in range(20):
+            y = run(y, residual=y)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    want = chain(wait=True)
+    assert want.isfinite().all()
+    assert torch.equal(chain(wait=False), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(wait=False)
+    got.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(got, want)
