@@ -100,6 +100,8 @@ def alone(run: EngineRun, args: argparse.Namespace) -> float:
 
 def insertion(run: EngineRun, args: argparse.Namespace) -> dict[str, Any]:
     """One run. The streams go on until the long request has ended and are cancelled then."""
+    # Drawn before: in the time of thousands of ids the streams would wait for the bench.
+    phrase = long_prompt(run, args)
     streams = [
         run.submit(args.short_tokens, args.max_cache - args.short_tokens)
         for _ in range(args.streams)
@@ -107,7 +109,7 @@ def insertion(run: EngineRun, args: argparse.Namespace) -> dict[str, Any]:
     run.until(lambda: all(len(stream.times) > args.lead_tokens for stream in streams))
     before = run.counters(*ALL_COUNTERS)
     made = sum(len(stream.times) for stream in streams)
-    long = run.submit(long_prompt(run, args), args.max_new_tokens)
+    long = run.submit(phrase, args.max_new_tokens)
     run.until(lambda: bool(long.times))
     after = run.counters(*ALL_COUNTERS)
     made = sum(len(stream.times) for stream in streams) - made
