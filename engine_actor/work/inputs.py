@@ -6,8 +6,9 @@ Knows blocks and positions; knows no request, no sampling.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -89,11 +90,13 @@ def build_mixed(
 
 @dataclass(slots=True)
 class _Rows:
-    """The ints of a batch, as BatchInputs names them; targets: its slots."""
+    """The ints of a batch, as BatchInputs names them; targets: its slots. Those of each row are
+    i64 from the start: joining lists of a long chunk's ints would take milliseconds.
+    """
 
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
+    ids: array[int] = field(default_factory=partial(array, "q"))
+    positions: array[int] = field(default_factory=partial(array, "q"))
+    targets: array[int] = field(default_factory=partial(array, "q"))
     logit_rows: list[int] = field(default_factory=list)
     q_lens: list[int] = field(default_factory=list)
     kv_lens: list[int] = field(default_factory=list)
@@ -114,13 +117,14 @@ class _Rows:
 def _decode_rows(slots: Sequence[DecodeSlot], block_tokens: int) -> _Rows:
     positions = [slot.position for slot in slots]
     block_lists = [slot.blocks for slot in slots]
+    targets = [
+        blocks[position // block_tokens] * block_tokens + position % block_tokens
+        for position, blocks in zip(positions, block_lists, strict=True)
+    ]
     return _Rows(
-        ids=[_IN_FLIGHT if slot.token is None else slot.token for slot in slots],
-        positions=positions,
-        targets=[
-            blocks[position // block_tokens] * block_tokens + position % block_tokens
-            for position, blocks in zip(positions, block_lists, strict=True)
-        ],
+        ids=array("q", [_IN_FLIGHT if slot.token is None else slot.token for slot in slots]),
+        positions=array("q", positions),
+        targets=array("q", targets),
         logit_rows=list(range(len(slots))),
         q_lens=[1] * len(slots),
         kv_lens=[position + 1 for position in positions],
@@ -138,21 +142,24 @@ def _prefill_rows(chunks: Sequence[PrefillChunk], block_tokens: int) -> _Rows:
         if len(chunk.tokens) != chunk.end - chunk.start:
             raise ValueError(f"{chunk.key}: {len(chunk.tokens)} ids for {chunk.start}..{chunk.end}")
         rows.ids.extend(chunk.tokens)
-        rows.positions.extend(range(chunk.start, chunk.end))
-        rows.targets.extend(_slots(chunk, block_tokens))
+        rows.positions.frombytes(_bytes(torch.arange(chunk.start, chunk.end)))
+        rows.targets.frombytes(_bytes(_slots(chunk, block_tokens)))
         if chunk.samples:
             rows.logit_rows.append(len(rows.ids) - 1)
     return rows
 
 
-def _slots(chunk: PrefillChunk, block_tokens: int) -> Iterator[int]:
-    """KV slot of every position of the chunk, block by block: no division per token."""
-    first, last = chunk.start // block_tokens, (chunk.end - 1) // block_tokens
-    for index in range(first, last + 1):
-        base = (chunk.blocks[index] - index) * block_tokens
-        begin = max(chunk.start, index * block_tokens)
-        stop = min(chunk.end, (index + 1) * block_tokens)
-        yield from range(base + begin, base + stop)
+def _slots(chunk: PrefillChunk, block_tokens: int) -> torch.Tensor:
+    """i64: KV slot of every position of the chunk."""
+    first = chunk.start // block_tokens
+    blocks = torch.tensor(chunk.blocks[first : -(-chunk.end // block_tokens)])
+    slots = (blocks * block_tokens).unsqueeze(1) + torch.arange(block_tokens)
+    before = first * block_tokens
+    return slots.flatten()[chunk.start - before : chunk.end - before]
+
+
+def _bytes(numbers: torch.Tensor) -> bytes:
+    return bytes(numbers.numpy().tobytes())
 
 
 def _assemble(
@@ -164,7 +171,8 @@ def _assemble(
 ) -> BatchInputs:
     """Two buffers, whatever the batch: everything else is a view. `slots`: of its first rows."""
     rows = len(batch.ids)
-    wide = array("q", batch.ids + batch.positions + batch.targets + batch.logit_rows)
+    wide = batch.ids + batch.positions + batch.targets
+    wide.extend(batch.logit_rows)
     in_flight = batch.ids[: len(slots)].count(_IN_FLIGHT)
     if in_flight:
         wide.extend([slot.slot for slot in slots])
