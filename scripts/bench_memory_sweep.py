@@ -4,18 +4,22 @@
     scripts/bench_memory_sweep.py --checkpoint random:7b-mixed --memory-limit-mb 4096 \\
         --output docs/results/memory_sweep_7b.json
 
-A cell is a context and a number of streams that the memory plan says fit, and last, for each number
-of streams, the longest context that the plan predicts: all must run at once, and with one block
-more for each they must not. Every cell's texts are compared with the same prompts alone. Exit code
-1 where anything crashed, differed or was predicted wrong; cells whose repetitions differ by more
-than a tenth of their median are named.
+Each KV type with each chunk size is an engine in a process of its own: it starts on an empty card,
+and one that dies takes no other's cells with it. A cell is a context and a number of streams that
+the memory plan says fit, and last, for each number of streams, the longest context that the plan
+predicts: all must run at once without a retry, the pool must be as large as planned, and with one
+block more for each stream they must not fit. Every cell's texts are compared with the same prompts
+alone. Exit code 1 where anything crashed, differed or was predicted wrong; cells whose repetitions
+differ by more than a tenth of their median are named.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +28,22 @@ from typing import Any
 import torch
 
 from bench_paged_scheduler import numbers, require_whole
+from engine_actor.model.memory import MIB, card_ledger
 from engine_runs import EngineRun, Request, add_model_flags, engine_of, switches_of
+from memory_use import device_mib, growth
 from results import make_record, make_row, percentile, write_record
-from same_texts import Comparison, compare
+from same_texts import Comparison, compare, summed
 
 SPREAD = 0.10
 """How far a repetition may lie from its cell's median."""
 SLOWER = 0.10
 """How much slower the last quarter of the steady run may be than the first."""
+MOST_GROWTH_MIB = 1.0
+"""Of torch's memory over the steady run."""
+GRID, STEADY = "grid", "steady"
+"""The two things that a process of its own may do."""
+Part = tuple[str, int, str]
+"""KV type, chunk size, and which of the two."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=int, default=32, help="tokens of each text")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steady-seconds", type=float, default=480.0, help="one cell, on and on")
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--note", action="append", default=[], help="kept in the result")
     return parser
 
@@ -149,23 +162,46 @@ class Sweep:
         if fits and longest < engine.facts.max_model_len:
             self.wrong.append(f"{self.name(tokens, streams)}: fits, the plan says it does not")
 
-    def steady(self) -> list[float]:
-        """Tokens a second of the largest cell, repeated for the time asked for."""
+    def steady(self) -> None:
+        """The largest cell, repeated for the time asked for: no slower and no larger at its end."""
         streams = max(self.args.concurrency)
         context = min(max(self.args.contexts), self.longest(streams))
         prompts = [self.run.prompt(context - self.args.out) for _ in range(streams)]
-        until, rates = self.run.clock() + self.args.steady_seconds, []
+        until, rates, memory = self.run.clock() + self.args.steady_seconds, [], []
         while self.run.clock() < until:
             rates.append(self.together(prompts)[0])
-        if rates:
-            case = self.case | {"context": context, "streams": streams, "steady": True}
-            self.rows.append(make_row(case, "tokens_per_second", "tokens/s", rates, 1))
-        quarter = max(1, len(rates) // 4)
-        if len(rates) >= 4:
-            first, last = (percentile(part, 0.5) for part in (rates[:quarter], rates[-quarter:]))
-            if last < (1 - SLOWER) * first:
-                self.wrong.append(f"{self.name(context, streams)}: {first:.1f} -> {last:.1f}")
-        return rates
+            memory.append(device_mib(self.run.engine))
+        if not rates:
+            return
+        name = self.name(context, streams)
+        case = self.case | {"context": context, "streams": streams, "steady": True}
+        self.rows.append(make_row(case, "tokens_per_second", "tokens/s", rates, 1))
+        self.rows.append(make_row(case, "device_mib", "MiB", memory, 0))
+        quarter = len(rates) // 4
+        first, last = rates[: quarter or 1], rates[-quarter or -1 :]
+        before, after = percentile(first, 0.5), percentile(last, 0.5)
+        if after < (1 - SLOWER) * before:
+            self.wrong.append(f"{name}: {before:.1f} -> {after:.1f} tokens/s")
+        if growth(memory) > MOST_GROWTH_MIB:
+            self.wrong.append(f"{name}: torch holds {growth(memory):.1f} MiB more at the end")
+
+    def memory(self) -> dict[str, int]:
+        """What the plan said and what there was, in bytes; `wrong` where they differ."""
+        engine = self.run.engine
+        plan = engine.facts.memory_plan
+        if not plan:
+            return {"kv_blocks": engine.facts.kv_blocks}
+        shown = ", ".join(f"{key} {value}" for key, value in self.case.items())
+        if engine.facts.kv_blocks != plan["kv_blocks"]:
+            self.wrong.append(
+                f"{shown}: {engine.facts.kv_blocks} blocks, planned were {plan['kv_blocks']}"
+            )
+        retries = int(engine.metrics.value("oom_retries_total"))
+        if retries:
+            self.wrong.append(f"{shown}: memory ran out {retries} times")
+        peak = torch.cuda.max_memory_allocated() + card_ledger(torch.device("cuda")).mapped
+        print(f"{shown}: peak {peak / MIB:.0f} of {plan['allowance'] / MIB:.0f} MiB", flush=True)
+        return {"kv_blocks": engine.facts.kv_blocks, "allowance": plan["allowance"], "peak": peak}
 
 
 def ran_together(requests: Sequence[Request]) -> bool:
@@ -191,33 +227,68 @@ def settings_of_cell(args: argparse.Namespace, kv_dtype: str, chunk: int) -> dic
     }
 
 
+def measure(args: argparse.Namespace, part: Part) -> dict[str, Any]:
+    """One engine's cells, here; plain values. Raises whatever ends it."""
+    dtype, chunk, what = part
+    engine = engine_of(args, settings_of_cell(args, dtype, chunk))
+    sweep = Sweep(EngineRun(engine), args, {"kv": dtype, "chunk": chunk})
+    sweep.go() if what == GRID else sweep.steady()
+    memory = sweep.memory()
+    return {
+        "rows": sweep.rows,
+        "wrong": sweep.wrong + sweep.compared.wrong(),
+        "uneven": sweep.uneven,
+        "memory": memory,
+        "texts": sweep.compared.as_dict(),
+        "switches": switches_of(args, engine),
+    }
+
+
+def measured_apart(argv: Sequence[str], part: Part) -> dict[str, Any]:
+    """The same in a process of its own; where that dies, nothing but a line in `wrong`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "part.json")
+        words = [*map(str, argv), "--part", *map(str, part), "--output", str(path)]
+        done = subprocess.run([sys.executable, __file__, *words], check=False)
+        if done.returncode == 0 and path.is_file():
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+    dtype, chunk, what = part
+    return {"wrong": [f"kv {dtype}, chunk {chunk}, {what}: died with code {done.returncode}"]}
+
+
+def parts_of(args: argparse.Namespace) -> list[Part]:
+    """All engines, and the last one's settings once more for the steady run."""
+    grid = [(dtype, chunk, GRID) for dtype in args.kv_dtypes for chunk in args.chunk_sizes]
+    return grid + ([(*grid[-1][:2], STEADY)] if args.steady_seconds > 0 else [])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Sweep, print, write; 1 where something is wrong."""
+    argv = sys.argv[1:] if argv is None else argv
     args = build_parser().parse_args(argv)
-    rows: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    uneven: list[str] = []
-    plans: dict[str, int] = {}
-    compared = Comparison()
-    cells = [(dtype, chunk) for dtype in args.kv_dtypes for chunk in args.chunk_sizes]
-    for index, (dtype, chunk) in enumerate(cells):
-        engine = engine_of(args, settings_of_cell(args, dtype, chunk))
-        sweep = Sweep(EngineRun(engine), args, {"kv": dtype, "chunk": chunk}, compared=compared)
-        sweep.go()
-        if index == len(cells) - 1:
-            sweep.steady()
-        compared = sweep.compared
-        rows, wrong, uneven = rows + sweep.rows, wrong + sweep.wrong, uneven + sweep.uneven
-        plans[f"kv {dtype}, chunk {chunk}"] = engine.facts.kv_blocks
-        switches = switches_of(args, engine)
-        del sweep, engine
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    wrong += compared.wrong()
-    switches |= {"kv_blocks": plans, "texts": compared.as_dict(), "wrong": wrong, "uneven": uneven}
-    write_record(make_record("memory_sweep", switches, rows, args.note), args.output)
-    print("\n".join([str(compared), *uneven, *(f"WRONG {line}" for line in wrong)]))
+    if args.part is not None:
+        dtype, chunk, what = args.part
+        found = measure(args, (dtype, int(chunk), what))
+        args.output.write_text(json.dumps(found), encoding="utf-8")
+        return 0
+    parts = parts_of(args)
+    measured = [measured_apart(argv, part) for part in parts]
+    wrong = [line for each in measured for line in each["wrong"]]
+    uneven = [line for each in measured for line in each.get("uneven", ())]
+    texts = summed([each["texts"] for each in measured if "texts" in each])
+    named = zip(parts, measured, strict=True)
+    memory = {" ".join(map(str, part)): each.get("memory") for part, each in named}
+    switches = {
+        **next((each["switches"] for each in reversed(measured) if "switches" in each), {}),
+        **{"memory": memory, "texts": texts, "wrong": wrong, "uneven": uneven},
+    }
+    rows = [row for each in measured for row in each.get("rows", ())]
+    if rows:
+        write_record(make_record("memory_sweep", switches, rows, args.note), args.output)
+    same = texts["texts"] - texts["excused"]
+    print(f"{same} of {texts['texts']} texts equal those alone, {texts['excused']} near ties")
+    print("\n".join([*uneven, *(f"WRONG {line}" for line in wrong)]))
     return int(bool(wrong))
 
 

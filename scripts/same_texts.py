@@ -8,7 +8,7 @@ Nothing after it is compared. At most one position in a hundred may be excused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,17 @@ def compare(before: Comparison, ours: Request, alone: Request) -> Comparison:
             return _added(before, positions, bound, gaps)
         bound = max(bound, abs(gap(mine) - gap(theirs)))
     return _added(before, positions, bound, before.gaps)
+
+
+def summed(texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Several Comparison.as_dict() as one."""
+    return {
+        "texts": sum(each["texts"] for each in texts),
+        "positions": sum(each["positions"] for each in texts),
+        "excused": sum(each["excused"] for each in texts),
+        "gaps": [gap for each in texts for gap in each["gaps"]],
+        "bound": max((each["bound"] for each in texts), default=0.0),
+    }
 
 
 def _added(before: Comparison, positions: int, bound: float, gaps: Sequence[float]) -> Comparison:

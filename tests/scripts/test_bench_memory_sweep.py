@@ -4,20 +4,22 @@ alone but for near ties (S-104, S-114)."""
 from __future__ import annotations
 
 import json
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bench_memory_sweep
-from bench_memory_sweep import ran_together, settings_of_cell, spread
+from bench_memory_sweep import GRID, ran_together, settings_of_cell, spread
 from engine_actor.core.plan import TokenLogprobs
 from engine_runs import Request
 from results import validate
-from same_texts import Comparison, compare
+from same_texts import Comparison, compare, summed
 
 SIZE = "--contexts 48 --concurrency 1,2 --chunk-sizes 32 --kv-dtypes auto --out 20 --repeats 2"
 ARGS = ["--checkpoint", "random:tiny", "--device", "cpu", "--memory-limit-mb", "0"]
-ARGS += ["--set", "kv.budget_mb=1", "--set", "cpu_threads=1", "--steady-seconds", "0"]
+ARGS += ["--set", "kv.budget_mb=1", "--set", "cpu_threads=1"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,25 +32,55 @@ def one_thread():
 
 def test_cells_run_up_to_the_edge_that_the_plan_predicts(tmp_path, capsys):
     out = tmp_path / "sweep.json"
-    assert bench_memory_sweep.main([*ARGS, *SIZE.split(), "--output", str(out)]) == 0
+    argv = [*ARGS, *SIZE.split(), "--steady-seconds", "0.01", "--output", str(out)]
+    assert bench_memory_sweep.main(argv) == 0
     record = json.loads(out.read_text())
     validate(record)
-    blocks = record["switches"]["kv_blocks"]["kv auto, chunk 32"]
-    contexts = {(row["case"]["streams"], row["case"]["context"]) for row in record["rows"]}
+    blocks = record["switches"]["memory"]["auto 32 grid"]["kv_blocks"]
+    grid = [row["case"] for row in record["rows"] if "steady" not in row["case"]]
+    contexts = {(case["streams"], case["context"]) for case in grid}
     assert contexts == {(1, 48), (1, 16 * blocks), (2, 48), (2, 16 * (blocks // 2))}
     assert record["switches"]["texts"]["texts"] == 6
     assert record["switches"]["wrong"] == []
+    steady = [row["metric"] for row in record["rows"] if "steady" in row["case"]]
+    assert steady == ["tokens_per_second", "device_mib"]
     assert capsys.readouterr().out.startswith("6 of 6 texts equal those alone")
 
 
-def test_a_pool_larger_than_the_plan_says_is_told(tmp_path, monkeypatch, capsys):
+def test_an_engine_that_dies_is_told_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
+    """The processes are stood in for: the first one is killed."""
+
+    def run(words, check):
+        if words[words.index("--part") + 1] == "int8":
+            return subprocess.CompletedProcess(words, -11)
+        return subprocess.CompletedProcess(words, bench_memory_sweep.main(words[2:]))
+
+    monkeypatch.setattr(bench_memory_sweep, "subprocess", SimpleNamespace(run=run))
+    out = tmp_path / "sweep.json"
+    argv = [*ARGS, *SIZE.split(), "--kv-dtypes", "int8", "auto", "--contexts", "40"]
+    argv += ["--concurrency", "1", "--steady-seconds", "0", "--output", str(out)]
+    assert bench_memory_sweep.main(argv) == 1
+    assert "WRONG kv int8, chunk 32, grid: died with code -11" in capsys.readouterr().out
+    record = json.loads(out.read_text())
+    assert {row["case"]["kv"] for row in record["rows"]} == {"auto"}
+
+
+def test_comparisons_are_summed():
+    one = {"texts": 2, "positions": 40, "excused": 1, "gaps": [0.1], "bound": 0.2}
+    two = {"texts": 3, "positions": 60, "excused": 0, "gaps": [], "bound": 0.3}
+    both = {"texts": 5, "positions": 100, "excused": 1, "gaps": [0.1], "bound": 0.3}
+    assert summed([one, two]) == both
+
+
+def test_a_pool_larger_than_the_plan_says_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(
         bench_memory_sweep.Sweep, "longest", lambda self, streams: 512 // streams, raising=True
     )
     argv = [*ARGS, *SIZE.split(), "--output", str(tmp_path / "x.json")]
-    assert bench_memory_sweep.main(argv) == 1
-    said = capsys.readouterr().out
-    assert "WRONG kv auto, chunk 32, 1 x 528 tokens: fits, the plan says it does not" in said
+    found = bench_memory_sweep.measure(
+        bench_memory_sweep.build_parser().parse_args(argv), ("auto", 32, GRID)
+    )
+    assert "kv auto, chunk 32, 1 x 528 tokens: fits, the plan says it does not" in found["wrong"]
 
 
 def test_the_cap_and_the_reserve_reach_the_engine():
