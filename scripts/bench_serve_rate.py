@@ -1,0 +1,242 @@
+#!/usr/bin/env python3
+"""Tokens a second through Ray Serve and HTTP against the bare engine, at numbers of streams.
+
+    scripts/write_random.py 3b /tmp/random-3b     # then start a server with model: {path: ...}
+    scripts/bench_serve_rate.py --checkpoint /tmp/random-3b --streams 1,16,64 --output out.json
+
+The engine in this process has the checkpoint and every setting of the server's. In a repetition
+each path gets the same load in turn, the other idle: so many requests at once, all of one length.
+`decode`: tokens between the last first token and the first end, when every stream decodes; a client
+that hears several tokens at once counts them at that moment. `text`: all tokens over all time,
+prompts included. Exit code 1 where a share or the time added to the first token breaks a promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench_http import fetch_json
+from bench_paged_scheduler import numbers
+from cpu_peers import Prompts
+from engine_runs import EngineRun, add_model_flags, engine_of, switches_of
+from results import make_record, make_row, percentile, write_record
+from sse_client import StreamRecord, stream_completion
+
+LEAD_S = 0.05
+"""From the order to the clients' processes to the moment in which all of them send."""
+LEAST_SHARE = 0.8
+MOST_TTFT_S = 0.005
+"""What the project allows Serve and HTTP to cost: of the engine's rate, and at the median."""
+RATES = ("decode_tokens_per_second", "text_tokens_per_second")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag; all of them end in the result's switches."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_model_flags(parser)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="a server of ours")
+    parser.add_argument("--output", type=Path, required=True, help="result file (JSON)")
+    parser.add_argument("--streams", type=numbers, default=[1, 16, 64], help="as in 1,16,64")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens in")
+    parser.add_argument("--out", type=int, default=128, help="tokens out of each stream")
+    parser.add_argument("--clients", type=int, default=8, help="processes that read, at most")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=1, help="repetitions thrown away")
+    parser.add_argument("--note", action="append", default=[], help="kept in the result")
+    return parser
+
+
+def read_streams(url: str, bodies: Sequence[dict[str, Any]], start: float) -> list[StreamRecord]:
+    """One client process: all bodies are sent at `start`, a time of the machine's monotonic clock,
+    and read to their ends."""
+
+    async def all_of_them() -> list[StreamRecord]:
+        await asyncio.sleep(max(0.0, start - time.perf_counter()))
+        sent = [stream_completion(url, body, time.perf_counter) for body in bodies]
+        return await asyncio.gather(*sent)
+
+    return asyncio.run(all_of_them())
+
+
+class Clients:
+    """Several processes, so that reading does not bound what is measured."""
+
+    def __init__(self, url: str, model: str, prompts: Prompts, args: argparse.Namespace) -> None:
+        self._url = f"{url.rstrip('/')}/v1/completions"
+        self._model, self._prompts, self._args = model, prompts, args
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(args.clients, spawn)
+        list(self._pool.map(abs, range(args.clients)))  # started, with their imports done
+
+    def __call__(self, streams: int) -> list[StreamRecord]:
+        """So many streams at once. Raises RuntimeError where one of them failed."""
+        bodies = [self._body() for _ in range(streams)]
+        shares = [bodies[i :: self._args.clients] for i in range(min(streams, self._args.clients))]
+        start = time.perf_counter() + LEAD_S
+        reading = [self._pool.submit(read_streams, self._url, share, start) for share in shares]
+        records = [record for future in reading for record in future.result()]
+        if errors := [record.error for record in records if record.error]:
+            raise RuntimeError(f"http: {errors[0]}")
+        return records
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.shutdown()
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": list(self._prompts.next(self._args.prompt)),
+            "max_tokens": self._args.out,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+def through_engine(run: EngineRun, streams: int, args: argparse.Namespace) -> list[StreamRecord]:
+    """The same load, stepped to its end in this process."""
+    requests = [run.submit(args.prompt, args.out) for _ in range(streams)]
+    run.finish()
+    run.requests.clear()
+    return [StreamRecord(r.sent, list(r.times), len(r.tokens), r.prompt_tokens) for r in requests]
+
+
+def measured(records: Sequence[StreamRecord]) -> dict[str, float]:
+    """The two rates in tokens/s, the median time to the first token in s, tokens of one event."""
+    first = max(record.event_times[0] for record in records)
+    last = min(record.event_times[-1] for record in records)
+    inside = 0.0
+    for record in records:
+        events = sum(first < at <= last for at in record.event_times)
+        inside += record.tokens * events / len(record.event_times)
+    sent = min(record.sent for record in records)
+    ended = max(record.event_times[-1] for record in records)
+    tokens = sum(record.tokens for record in records)
+    return {
+        "decode_tokens_per_second": inside / (last - first) if last > first else 0.0,
+        "text_tokens_per_second": tokens / (ended - sent),
+        "ttft": percentile([record.event_times[0] - record.sent for record in records], 0.5),
+        "tokens_per_event": tokens / sum(len(record.event_times) for record in records),
+    }
+
+
+Send = Callable[[int], list[StreamRecord]]
+Found = dict[tuple[int, str], list[dict[str, float]]]
+"""(streams, path) -> what each repetition gave."""
+
+
+def measure(paths: dict[str, Send], args: argparse.Namespace) -> Found:
+    """All repetitions; the paths take turns inside each."""
+    found: Found = {}
+    for turn in range(args.warmup + args.repeats):
+        for streams in args.streams:
+            for name, send in paths.items():
+                values = measured(send(streams))
+                if turn >= args.warmup:
+                    found.setdefault((streams, name), []).append(values)
+        print(f"[{turn + 1}/{args.warmup + args.repeats}]", file=sys.stderr, flush=True)
+    return found
+
+
+UNITS = {
+    "decode_tokens_per_second": "tokens/s",
+    "text_tokens_per_second": "tokens/s",
+    "ttft": "s",
+    "tokens_per_event": "tokens",
+}
+
+
+def rows_of(found: Found, warmup: int) -> list[dict[str, Any]]:
+    """Both paths, then what lies between them inside each repetition."""
+    rows = [
+        make_row({"streams": streams, "path": path}, name, unit, [v[name] for v in values], warmup)
+        for (streams, path), values in found.items()
+        for name, unit in UNITS.items()
+    ]
+    for streams in dict.fromkeys(streams for streams, _ in found):
+        pairs = list(zip(found[streams, "engine"], found[streams, "http"], strict=True))
+        case = {"streams": streams, "path": "http / engine"}
+        for name in RATES:
+            shares = [http[name] / engine[name] for engine, http in pairs]
+            kind = name.partition("_")[0]
+            rows.append(make_row(case, f"{kind}_share", "share", shares, warmup))
+        added = [http["ttft"] - engine["ttft"] for engine, http in pairs]
+        case = {"streams": streams, "path": "http - engine"}
+        rows.append(make_row(case, "ttft_added", "s", added, warmup))
+    return rows
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One line a number of streams and promise that is broken."""
+    lines = []
+    for row in rows:
+        where = f"{row['case']['streams']} streams"
+        if row["metric"] == "decode_share" and row["median"] < LEAST_SHARE:
+            lines.append(f"BROKEN {where}: {row['median']:.0%} of the engine's tokens/s")
+        if row["metric"] == "ttft_added" and row["median"] > MOST_TTFT_S:
+            lines.append(f"BROKEN {where}: the first token {1e3 * row['median']:.2f} ms later")
+    return lines
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line a number of streams."""
+    cells: dict[int, dict[tuple[str, str], float]] = {}
+    for row in rows:
+        streams, path = row["case"]["streams"], row["case"]["path"]
+        cells.setdefault(streams, {})[path, row["metric"]] = row["median"]
+    lines = []
+    for streams, cell in cells.items():
+        line = f"{streams:3d} streams:"
+        for name in RATES:
+            kind = name.partition("_")[0]
+            engine, http = cell["engine", name], cell["http", name]
+            line += f" {kind} {http:8.0f} of {engine:8.0f} tokens/s"
+            line += f" ({cell['http / engine', f'{kind}_share']:.0%}) "
+        ttft = [1e3 * cell[path, "ttft"] for path in ("engine", "http")]
+        line += f" TTFT {ttft[0]:.2f} -> {ttft[1]:.2f} ms"
+        line += f" (+{1e3 * cell['http - engine', 'ttft_added']:.2f})"
+        lines.append(line + f"  {cell['http', 'tokens_per_event']:.2f} tokens an event")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write."""
+    args = build_parser().parse_args(argv)
+    status = fetch_json(f"{args.url.rstrip('/')}/v1/status")
+    listing = fetch_json(f"{args.url.rstrip('/')}/v1/models")
+    if not status or not listing:
+        print(f"no server of ours at {args.url}", file=sys.stderr)
+        return 1
+    config = {name: value for name, value in status["config"].items() if name != "device"}
+    engine = engine_of(args, config)
+    run = EngineRun(engine)
+    model = listing["data"][0]["id"]
+    clients = Clients(args.url, model, Prompts(engine.facts.vocab_size, seed=1), args)
+    paths: dict[str, Send] = {
+        "engine": lambda streams: through_engine(run, streams, args),
+        "http": clients,
+    }
+    try:
+        rows = rows_of(measure(paths, args), args.warmup)
+    finally:
+        clients.close()
+    switches = switches_of(args, engine) | {"server": status}
+    write_record(make_record("serve_rate", switches, rows, args.note), args.output)
+    print(table(rows))
+    broken = verdict(rows)
+    print("\n".join(broken), end="\n" * bool(broken))
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

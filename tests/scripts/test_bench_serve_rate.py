@@ -1,0 +1,73 @@
+"""The bench of rates through HTTP: what a rate is, how paths are paired, what breaks promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench_serve_rate import build_parser, measure, measured, rows_of, table, verdict
+from results import make_record, validate
+from sse_client import StreamRecord
+
+ARGS = build_parser().parse_args(
+    "--checkpoint x --output x --streams 1,2 --repeats 2 --warmup 1".split()
+)
+
+
+def stream(sent: float, *times: float, tokens: int | None = None) -> StreamRecord:
+    return StreamRecord(sent, list(times), len(times) if tokens is None else tokens, 4)
+
+
+def test_the_decode_rate_is_of_the_time_in_which_all_decode():
+    early = stream(0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
+    late = stream(0.0, 2.0, 3.0, 4.0, 5.0, 6.0)
+    found = measured([early, late])
+    # After 2 and up to 5: three of each.
+    assert found["decode_tokens_per_second"] == 2.0
+    assert found["text_tokens_per_second"] == pytest.approx(10 / 6)
+    assert found["ttft"] == 1.5
+    assert found["tokens_per_event"] == 1.0
+
+
+def test_tokens_that_come_together_count_at_that_moment():
+    found = measured([stream(0.0, 1.0, 2.0, 3.0, 5.0, tokens=8)])
+    assert found["decode_tokens_per_second"] == pytest.approx(6 / 4)
+    assert found["text_tokens_per_second"] == pytest.approx(8 / 5)
+    assert found["tokens_per_event"] == 2.0
+
+
+def paths(http_seconds: float, later: float):
+    """An engine that makes a token a second, and HTTP at another pace."""
+    order = []
+
+    def send(name, seconds, late):
+        def go(streams):
+            order.append((name, streams))
+            return [stream(0.0, *(late + i * seconds for i in range(1, 9))) for _ in range(streams)]
+
+        return go
+
+    made = {"engine": send("engine", 1.0, 0.0), "http": send("http", http_seconds, later)}
+    return made, order
+
+
+def test_paths_take_turns_and_are_compared_inside_a_repetition():
+    made, order = paths(1.0 / 0.9, -1.0 / 0.9 + 1.004)
+    rows = rows_of(measure(made, ARGS), ARGS.warmup)
+    assert order == [("engine", 1), ("http", 1), ("engine", 2), ("http", 2)] * 3
+    validate(make_record("serve_rate", {}, rows))
+    share = [row for row in rows if row["metric"] == "decode_share"]
+    assert [row["raw"] for row in share] == [[0.9, 0.9], [0.9, 0.9]]
+    added = [row for row in rows if row["metric"] == "ttft_added"]
+    assert added[0]["raw"] == pytest.approx([0.004, 0.004])
+    assert verdict(rows) == []
+    assert table(rows).startswith("  1 streams: decode        1 of        1 tokens/s (90%)")
+
+
+def test_broken_promises_are_named():
+    made, _ = paths(2.0, 0.0)
+    assert verdict(rows_of(measure(made, ARGS), ARGS.warmup)) == [
+        "BROKEN 1 streams: 50% of the engine's tokens/s",
+        "BROKEN 1 streams: the first token 1000.00 ms later",
+        "BROKEN 2 streams: 50% of the engine's tokens/s",
+        "BROKEN 2 streams: the first token 1000.00 ms later",
+    ]
