@@ -129,8 +129,12 @@ class SerialPair:
         sharing: Sharing | None = None,
     ) -> Launched:
         works = tuple(work for work in (decode, prefill) if work is not None)
-        ready = [work for work in works if attempt(work, work.prepare)]
-        running = [work for work in ready if attempt(work, partial(work.launch, self.lane))]
+        # The device computes the first while the host still prepares the second.
+        running = [
+            work
+            for work in works
+            if attempt(work, work.prepare) and attempt(work, partial(work.launch, self.lane))
+        ]
         # One stream: what it samples comes after what it computes, without a fence.
         for work in running:
             attempt(work, work.sample)

@@ -24,8 +24,8 @@ def test_serial_is_decode_then_prefill_in_the_same_three_verbs() -> None:
     assert run(SerialPair(CPU), *works(log)) is False
     assert log == [
         "decode.prepare",
-        "prefill.prepare",
         "decode.launch",
+        "prefill.prepare",
         "prefill.launch",
         "decode.sample",
         "prefill.sample",
