@@ -67,14 +67,16 @@ def read_streams(url: str, bodies: Sequence[dict[str, Any]], start: float) -> li
 
 
 class Clients:
-    """Several processes, so that reading does not bound what is measured."""
+    """Several processes, so that reading does not bound what is measured. Made before there is an
+    engine: they are forked, and a device does not live on in a child.
+    """
 
-    def __init__(self, url: str, model: str, prompts: Prompts, args: argparse.Namespace) -> None:
-        self._url = f"{url.rstrip('/')}/v1/completions"
-        self._model, self._prompts, self._args = model, prompts, args
-        spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(args.clients, spawn)
-        list(self._pool.map(abs, range(args.clients)))  # started, with their imports done
+    def __init__(self, model: str, vocab_size: int, args: argparse.Namespace) -> None:
+        self._url = f"{args.url.rstrip('/')}/v1/completions"
+        self._model, self._args = model, args
+        self._prompts = Prompts(vocab_size, seed=1)
+        self._pool = ProcessPoolExecutor(args.clients, multiprocessing.get_context("fork"))
+        list(self._pool.map(abs, range(args.clients)))  # all are there
 
     def __call__(self, streams: int) -> list[StreamRecord]:
         """So many streams at once. Raises RuntimeError where one of them failed."""
@@ -217,16 +219,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not status or not listing:
         print(f"no server of ours at {args.url}", file=sys.stderr)
         return 1
-    config = {name: value for name, value in status["config"].items() if name != "device"}
-    engine = engine_of(args, config)
-    run = EngineRun(engine)
-    model = listing["data"][0]["id"]
-    clients = Clients(args.url, model, Prompts(engine.facts.vocab_size, seed=1), args)
-    paths: dict[str, Send] = {
-        "engine": lambda streams: through_engine(run, streams, args),
-        "http": clients,
-    }
+    clients = Clients(listing["data"][0]["id"], status["model"]["vocab_size"], args)
     try:
+        config = {name: value for name, value in status["config"].items() if name != "device"}
+        engine = engine_of(args, config)
+        run = EngineRun(engine)
+        paths: dict[str, Send] = {
+            "engine": lambda streams: through_engine(run, streams, args),
+            "http": clients,
+        }
         rows = rows_of(measure(paths, args), args.warmup)
     finally:
         clients.close()
