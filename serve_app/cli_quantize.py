@@ -29,9 +29,15 @@ def add_quantize(commands: Any) -> None:
     parser.add_argument("--group", type=int, help="weights that share a scale (default 64)")
     parser.add_argument("--offsets", action="store_true", help="an fp16 offset for each group too")
     parser.add_argument(
-        "--embedding-bits", type=int, choices=(8, 4), default=8, help="embedding and head"
+        "--embedding-bits",
+        type=int,
+        choices=(8, 4),
+        help="embedding, and a tied head (default 8; 4 where only so an untied model meets --fit)",
     )
-    parser.add_argument("--fit", metavar="SIZE", help="memory it must fit with its cache: 4GiB")
+    parser.add_argument(
+        "--head-bits", type=int, choices=(8, 4), default=8, help="a head of its own"
+    )
+    parser.add_argument("--fit", metavar="SIZE", help="the card that must serve it: 4GiB")
     parser.add_argument("--calibration", metavar="FILE", type=Path, help="UTF-8 text to adapt to")
     parser.add_argument("--text", metavar="FILE", type=Path, help="UTF-8 text to measure on")
     parser.add_argument(
@@ -78,6 +84,7 @@ def quantize(options: argparse.Namespace) -> int:
         group=options.group,
         offsets=options.offsets,
         embedding_bits=options.embedding_bits,
+        head_bits=options.head_bits,
         fit=options.fit,
         calibration=options.calibration,
         text=options.text,

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from serve_app.protocol.bodies import parse_object
+from serve_app.protocol.bodies import LARGE, parse_object
 from serve_app.protocol.errors import ApiError
 
+T = TypeVar("T")
+_LARGE_BODIES = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
+"""One at a time: each more would keep the event loop waiting for the interpreter as long again."""
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The JSON object of a request. Raises ApiError(413 or 400)."""
-    return parse_object(await _read(request, max_bytes))
+
+async def read_object(request: Request, max_bytes: int, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of the JSON object of a request. A large body is looked at beside the
+    event loop, whose other clients would wait for it. Raises ApiError(413 or 400), and what `parse`
+    raises.
+    """
+    raw = await _read(request, max_bytes)
+    if len(raw) < LARGE:
+        return parse(parse_object(raw))
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_LARGE_BODIES, lambda: parse(parse_object(raw)))
 
 
 def error_response(error: ApiError) -> Response:

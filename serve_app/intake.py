@@ -62,6 +62,14 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """A body that is a request, and what the client should be told of its parameters."""
+
+    request: ChatRequest | CompletionRequest
+    warning: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """A job and what the client should be told of its parameters."""
 
@@ -85,27 +93,26 @@ class Intake:
         self.http = http
         self.facts = facts
 
-    async def accept(
-        self,
-        endpoint: Endpoint,
-        body: Mapping[str, Any],
-        timeout_s: float | None = None,
-        trace_id: str = "",
-    ) -> Accepted:
-        """Check a body and tokenise its prompts. Raises ApiError."""
+    def parse(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Wanted:
+        """Check a body by itself; any thread may. Raises ApiError."""
         if endpoint == "chat":
-            chat, warning = self._parse(ChatRequest, body, unsupported.CHAT)
-            served = await self.served()
-            require_model(chat.model, served)
-            prompt = await self.encode_messages(chat.messages, served)
-            job = chat_job(chat, prompt, served, timeout_s, trace_id)
-            return Accepted(job, endpoint, warning)
-        request, warning = self._parse(CompletionRequest, body, unsupported.COMPLETIONS)
+            return Wanted(*self._parse(ChatRequest, body, unsupported.CHAT))
+        return Wanted(*self._parse(CompletionRequest, body, unsupported.COMPLETIONS))
+
+    async def accept(
+        self, wanted: Wanted, timeout_s: float | None = None, trace_id: str = ""
+    ) -> Accepted:
+        """Tokenise a request's prompts and check it against the model. Raises ApiError."""
+        request = wanted.request
         served = await self.served()
         require_model(request.model, served)
+        if isinstance(request, ChatRequest):
+            prompt = await self.encode_messages(request.messages, served)
+            job = chat_job(request, prompt, served, timeout_s, trace_id)
+            return Accepted(job, "chat", wanted.warning)
         prompts = await self.encode_prompts(request.prompts(), served)
         job = completion_job(request, prompts, served, self.http.max_logprobs, timeout_s, trace_id)
-        return Accepted(job, endpoint, warning)
+        return Accepted(job, "completion", wanted.warning)
 
     def begin(self, accepted: Accepted) -> tuple[Generation, Shape]:
         """Admit and submit. Raises ApiError(overloaded or unavailable); nothing is left behind."""
@@ -157,9 +164,9 @@ class Intake:
         """Prompts as ids and text. Raises ApiError naming `prompt`."""
         for prompt in prompts:
             if not isinstance(prompt, str):
-                require_ids(prompt, served.vocab_size, "prompt")
                 if len(prompt) > served.most_tokens:
                     raise prompt_too_long(served, "prompt")
+                require_ids(prompt, served.vocab_size, "prompt")
         size = sum(len(prompt) for prompt in prompts)
         try:
             return await _off_loop(size, lambda: [self._encode(p, served) for p in prompts])

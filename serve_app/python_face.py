@@ -64,7 +64,7 @@ class PythonFace:
             raise ApiError("invalid_value", "prompt and messages exclude each other", "prompt")
         refuse_lone_surrogates(body)
         endpoint: Endpoint = "chat" if "messages" in body else "completion"
-        return await self._intake.accept(endpoint, body)
+        return await self._intake.accept(self._intake.parse(endpoint, body))
 
 
 def _chunks(events: bytes) -> list[dict[str, Any]]:

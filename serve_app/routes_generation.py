@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -19,8 +20,9 @@ def add_generation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> Non
 
     async def answer(request: Request, endpoint: Endpoint) -> GenerationResponse:
         timeout_s = timeout_from_header(request.headers.get("x-request-timeout"))
-        body = await read_object(request, intake.http.max_body_mb << 20)
-        accepted = await intake.accept(endpoint, body, timeout_s, request.scope.get(STATE, ""))
+        max_bytes = intake.http.max_body_mb << 20
+        wanted = await read_object(request, max_bytes, partial(intake.parse, endpoint))
+        accepted = await intake.accept(wanted, timeout_s, request.scope.get(STATE, ""))
         warning = {"x-warnings": accepted.warning} if accepted.warning else {}
         return GenerationResponse(
             lambda: intake.begin(accepted), accepted.job.stream, intake.http, metrics, warning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -31,7 +32,7 @@ def add_model_routes(app: FastAPI, intake: Intake) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
-        wanted = parse_model(TokenizeRequest, await read_object(request, max_bytes))
+        wanted = await read_object(request, max_bytes, partial(parse_model, TokenizeRequest))
         served = await intake.served()
         require_model(wanted.model, served)
         if (wanted.prompt is None) == (wanted.messages is None):
@@ -45,7 +46,7 @@ def add_model_routes(app: FastAPI, intake: Intake) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
-        wanted = parse_model(DetokenizeRequest, await read_object(request, max_bytes))
+        wanted = await read_object(request, max_bytes, partial(parse_model, DetokenizeRequest))
         served = await intake.served()
         require_model(wanted.model, served)
         require_ids(wanted.tokens, served.vocab_size, "tokens")

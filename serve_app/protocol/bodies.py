@@ -16,7 +16,11 @@ from pydantic import BaseModel, ValidationError
 from serve_app.protocol.bounds import refuse_oversized
 from serve_app.protocol.errors import ApiError, from_validation
 from serve_app.protocol.fields import MAX_TIMEOUT_S
+from serve_app.protocol.large_json import SteppingDecoder
 
+LARGE = 1 << 15
+"""Bytes from which a body is read in steps, to be run beside an event loop. Smaller ones are read
+within a few milliseconds, whatever is in them."""
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -30,7 +34,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     Of duplicate keys the last wins, as in every JSON reader a client may have tested with.
     """
     try:
-        value = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        reader = SteppingDecoder if len(raw) >= LARGE else None
+        value = json.loads(raw.decode("utf-8-sig"), cls=reader, parse_constant=_refuse_constant)
     except _NotANumber as error:
         raise ApiError("invalid_json", f"The body is not valid JSON: {error}") from None
     except json.JSONDecodeError as error:

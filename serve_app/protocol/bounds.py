@@ -20,6 +20,11 @@ _LARGER = {"prompt": MAX_IDS, "tokens": MAX_IDS, "messages": 8 * MAX_ENTRIES}
 """A message is an object with a role, a name and parts that are objects themselves."""
 
 
+def most_entries(name: str, otherwise: int = MAX_ENTRIES) -> int:
+    """How many entries the parameter `name` may hold."""
+    return _LARGER.get(name, otherwise)
+
+
 def refuse_oversized(body: Mapping[str, Any], names: Iterable[str]) -> None:
     """Refuse a body whose parameter `names` hold too many entries. Raises ApiError naming the
     first; the work is bounded as well. Other parameters are not looked at.
@@ -27,7 +32,7 @@ def refuse_oversized(body: Mapping[str, Any], names: Iterable[str]) -> None:
     for name in names:
         value = body.get(name)
         if isinstance(value, (list, dict)):
-            most = _LARGER.get(name, MAX_ENTRIES)
+            most = most_entries(name)
             if _exceeds(value, most):
                 raise ApiError("invalid_value", f"{name}: has more than {most} entries", name)
 
