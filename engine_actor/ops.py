@@ -66,6 +66,7 @@ from kernels.native.layers import refuse_layers as refuse_native_layers  # noqa:
 from kernels.pack.dense_linear import DenseLinear  # noqa: E402
 from kernels.pack.dequantise import dequantise, gather_rows, pack_codes, slice_rows  # noqa: E402
 from kernels.pack.int8_kv import Int8KV, empty_int8_kv  # noqa: E402
+from kernels.pack.kept_memory import loading_apart  # noqa: E402
 from kernels.pack.packed_linear import PackedLinear  # noqa: E402
 from kernels.pack.round_columns import (  # noqa: E402
     descend_columns,
@@ -144,6 +145,7 @@ __all__ = [
     "gather_rows_cuda",
     "gptq_columns",
     "limit_multiprocessors",
+    "loading_apart",
     "moved",
     "new_outcome",
     "op_set",

@@ -21,6 +21,8 @@ from engine_actor.model.kv_store import PoolMaker
 from engine_actor.model.ledger import MIB, CardLedger
 
 LOGGER = logging.getLogger(__name__)
+PAGE_MIB = 12
+"""torch takes at least 11 (large_segment_size_mb), and rounds large tensors up to 2."""
 CPU_SHARE = 2
 """On a CPU the KV cache takes at most one part in so many of what is free: others live here."""
 
@@ -131,16 +133,20 @@ def _container_headroom() -> int:
 
 
 def keep_in_one_piece() -> None:
-    """Let torch grow one range of addresses for each stream instead of many pieces: weights then
-    lie without gaps (7B: 3,214 MiB taken for 3,207, instead of 3,374), and what a long run has
-    freed is free for any size. To be called before a weight is loaded; a torch or a platform that
-    cannot do it goes on as before.
+    """Let torch grow one range of addresses for each stream instead of many pieces: what a long run
+    has freed is free for any size. Its pages as small as it allows: the last of every stream is not
+    full. To be called before a weight is loaded; a torch or a platform that cannot do it goes on as
+    before.
     """
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is None:
         LOGGER.info("torch %s has no switch for expandable segments", torch.__version__)
         return
     change("expandable_segments:True")
+    try:
+        change(f"large_segment_size_mb:{PAGE_MIB}")
+    except (RuntimeError, ValueError) as error:
+        LOGGER.info("torch %s keeps its pages of 20 MiB: %s", torch.__version__, error)
 
 
 def card_of(device: torch.device) -> tuple[Card, int]:

@@ -121,8 +121,9 @@ def build_runner(
         config, torch.device(device), numerics, kv_dtype, dense_prefill_copy, native_kernels, packed
     )
     parts = _Parts(config, precision, vocab_size)
-    for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
-        parts.take(name, weight)
+    with ops.loading_apart(precision.device):
+        for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
+            parts.take(name, weight)
     op_set = _op_set(config, precision, block_tokens)
     layers = parts.layers(op_set)
     if parts.norm is None or parts.embedding is None or parts.head is None:

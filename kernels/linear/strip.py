@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.pack.dequantise import slice_rows, unpack_codes
+from kernels.pack.kept_memory import keep, kept
 from kernels.pack.packed_linear import PackedLinear
 
 STRIP_ROWS = 16
@@ -122,10 +123,10 @@ def to_strips(layer: PackedLinear) -> StripWeights:
         layer.out_features,
         layer.in_features,
         _words(layer, columns),
-        _in_strips(layer.scales.half(), groups),
-        None if offsets is None else _in_strips(offsets, groups),
-        None if layer.bias is None else layer.bias.half().contiguous(),
-        None if layer.perm is None else layer.perm.long(),
+        keep(_in_strips(layer.scales.half(), groups)),
+        None if offsets is None else keep(_in_strips(offsets, groups)),
+        None if layer.bias is None else keep(layer.bias.half()).contiguous(),
+        None if layer.perm is None else keep(layer.perm.long()),
     )
 
 
@@ -173,7 +174,9 @@ def _words(layer: PackedLinear, columns: int) -> torch.Tensor:
     strips = -(-layer.out_features // STRIP_ROWS)
     blocks = columns // BLOCK_COLUMNS
     shape = (blocks,) if layer.bits == 4 else (blocks // 4, _PLANES)
-    words = torch.empty(strips, *shape, _LANES, 4, dtype=torch.int32, device=layer.qweight.device)
+    device = layer.qweight.device
+    with kept():
+        words = torch.empty(strips, *shape, _LANES, 4, dtype=torch.int32, device=device)
     first = 0
     for part in _parts(layer, columns):
         relaid = _relay(part, columns)
