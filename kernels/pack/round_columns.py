@@ -14,10 +14,6 @@ from kernels.jit.kernel import CudaSource, Kernel, Variant
 
 SOURCE = CudaSource("pack/round_columns.cu")
 MOST_COLUMNS = 128
-CHECKED = False
-"""Whether a card has agreed with the plain loops (tests/kernels_gpu/test_round_columns.py). Until
-one has, conversions round by the plain loops on a GPU too.
-"""
 WARPS = 8
 THREADS = 32 * WARPS
 
@@ -41,8 +37,6 @@ def refuse_round_columns(weight: torch.Tensor) -> str | None:
         return "runs on a GPU only"
     if weight.dtype != torch.float32:
         return f"rounds fp32, not {weight.dtype}"
-    if not CHECKED:
-        return "was not yet held to the plain loops on a card"
     return why_no_jit()
 
 

@@ -14,7 +14,6 @@ from engine_actor.quant.grid import Grid
 from engine_actor.quant.refine import descend, objective
 from engine_actor.quant.scale_search import search_steps
 from engine_actor.quant.tune import Rates, Tuning
-from kernels.pack import round_columns
 from kernels.pack.round_columns import gptq_columns, refuse_round_columns
 from tests.quant.conftest import make_job, token_rows
 from tests.quant.matrices import hessian, weight
@@ -22,11 +21,6 @@ from tests.quant.matrices import hessian, weight
 __all__ = ["make_job"]
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True)
-def _in_use(monkeypatch):
-    monkeypatch.setattr(round_columns, "CHECKED", True)
 
 
 def _values(codes, steps, grid):
