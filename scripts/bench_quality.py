@@ -8,7 +8,8 @@ A case is RECIPE:GROUP[:METHOD][:offsets], or auto=RECIPE:GROUP, `auto` within t
 recipe's layers. METHOD tuned or scales gives two lines: before and after tuning. Texts are cut in
 rows of 512 tokens, the same number from each. KL in nats over the whole vocabulary, source ||
 converted, mean over all positions but a row's last. A case already in --work is not converted
-again, so that a long bench may be stopped and gone on with.
+again, so that a long bench may be stopped and gone on with. --other measures a checkpoint of the
+same source that somebody else made; its bits are those of its file.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from engine_actor.load.checkpoint import Checkpoint, open_checkpoint
 from engine_actor.load.source import resolve
 from engine_actor.quant.auto import auto_recipe, sensitivities
 from engine_actor.quant.convert import Job, convert
-from engine_actor.quant.evaluate import Finished, run_checkpoint
-from engine_actor.quant.plan import make_plan
+from engine_actor.quant.evaluate import Finished, run_checkpoint, score
+from engine_actor.quant.plan import layer_weights, make_plan
 from engine_actor.quant.progress import TimedProgress
 from engine_actor.quant.recipe import EMBEDDING, Method, Recipe, fixed_recipe
 from engine_actor.quant.report import FILE
@@ -77,7 +78,7 @@ class Case:
 def build_parser() -> argparse.ArgumentParser:
     """Every flag; all of them end in the result's switches."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="+", type=Case.parse)
+    parser.add_argument("cases", nargs="*", type=Case.parse)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--calibration-rows", type=int, default=24)
@@ -90,11 +91,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--other", type=_named_path, action="append", default=[], metavar="NAME=PATH"
+    )
     parser.add_argument("--note", action="append", default=[])
     parser.add_argument(
         "--quoted", type=Path, help="figures of another run: JSON with res: [{name, bpw, ppl, kl}]"
     )
     return parser
+
+
+def _named_path(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, Path(path)
 
 
 class Bench:
@@ -119,16 +130,35 @@ class Bench:
         target = self._options.work / case.name.replace(":", "_").replace("=", "_")
         cost = target.with_suffix(".cost.json")
         if not target.is_dir():
-            if self._reference is None:
-                progress = TimedProgress("source")
-                tokens = self._evaluation.tokens
-                self._reference = run_checkpoint(self._source, tokens, self._device, progress)
+            self._answers()
             began, cpu = time.monotonic(), time.process_time()
             convert(self._job(case, target), target, TimedProgress(case.name), resume=True)
             spent = {"wall": time.monotonic() - began, "cpu": time.process_time() - cpu}
             cost.write_text(json.dumps(spent), encoding="utf-8")
         report = json.loads((target / FILE).read_text(encoding="utf-8"))["report"]
         return {**report, "cost": json.loads(cost.read_text("utf-8")) if cost.is_file() else {}}
+
+    def measure(self, name: str, path: Path) -> list[dict[str, Any]]:
+        """Rows of a checkpoint that is there already."""
+        other, tokens = open_checkpoint(path), self._evaluation.tokens
+        finished = run_checkpoint(other, tokens, self._device, TimedProgress(name))
+        used = self._source.usable_vocab_size()
+        found = score(finished, self._answers(), tokens, used, self._device)
+        linears = [
+            e for e in other.entries if e.name.startswith("layers.") and "norm" not in e.name
+        ]
+        bits = 8 * sum(entry.nbytes for entry in linears) / layer_weights(other.config)
+        described = {"case": name, "recipe": "", "method": "as it came"}
+        figures = {"kl": found.kl, "perplexity": found.perplexity, "top1": found.top1}
+        figures["bits_per_weight"] = bits
+        return [make_row(described, m, unit, [figures[m]], 0) for m, unit in METRICS]
+
+    def _answers(self) -> Finished:
+        """The source's, computed once."""
+        if self._reference is None:
+            progress, tokens = TimedProgress("source"), self._evaluation.tokens
+            self._reference = run_checkpoint(self._source, tokens, self._device, progress)
+        return self._reference
 
     def _job(self, case: Case, target: Path) -> Job:
         return Job(
@@ -228,10 +258,13 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)
-    hidden = ("cases", "note", "work", "output")
+    hidden = ("cases", "other", "note", "work", "output")
     switches = {k: _shown(v) for k, v in vars(options).items() if k not in hidden}
     reports: dict[str, dict[str, Any]] = {}
     rows = [] if options.quoted is None else quoted_rows(options.quoted)
+    for name, path in options.other:
+        rows += bench.measure(name, path)
+        write_record(make_record("quality", switches, rows, options.note), options.output)
     for case in options.cases:
         report = bench.run(case)
         reports |= {name: found for (name, _), found in lines_of(case, report).items()}

@@ -59,6 +59,25 @@ def test_every_case_is_measured_once_and_ends_in_the_record(tmp_path):
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_checkpoint_that_came_from_elsewhere_is_measured_as_it_is(tmp_path):
+    model = write_tiny(tmp_path / "model", hidden_size=64)
+    (tmp_path / "text.txt").write_text("A text of words, and of more words. " * 120)
+    output, text = tmp_path / "quality.json", str(tmp_path / "text.txt")
+    words = ["--model", str(model), "--calibration", text, "--text", text, "--rows", "1"]
+    words += ["--work", str(tmp_path / "work"), "--output", str(output)]
+    assert bench_quality.main([*words, "--other", f"itself={model}"]) == 0
+    record = json.loads(output.read_text())
+    validate(record)
+    found = {row["metric"]: row["median"] for row in record["rows"]}
+    assert found["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert found["top1"] == 1.0
+    weights = dict(open_checkpoint(model).weights())
+    size = weights["layers.0.down"].weight.element_size()
+    assert found["bits_per_weight"] == 8 * size
+    with pytest.raises(SystemExit):
+        bench_quality.main([*words, "--other", "itself"])
+
+
 def test_a_tuned_case_is_two_lines_before_and_after(tmp_path):
     model = write_tiny(tmp_path / "model", head_std=0.3)
     (tmp_path / "text.txt").write_text("A text of words, and of more words. " * 200)
