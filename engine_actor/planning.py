@@ -7,6 +7,7 @@ machine without a GPU as well, for a card of a given size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,13 @@ import torch
 from configs.schema import AppArgs, EngineConfig
 from engine_actor import ops
 from engine_actor.load.checkpoint import Checkpoint
-from engine_actor.load.footprint import WeightBytes, weight_bytes
+from engine_actor.load.footprint import (
+    WeightBytes,
+    all_in_strips,
+    has_gated,
+    weight_bytes,
+    with_small_embedding,
+)
 from engine_actor.model.card_plan import (
     Card,
     CardPlan,
@@ -32,6 +39,8 @@ from engine_actor.model.precision import compute_dtype, resolve_kv_dtype
 from engine_actor.model.step_bytes import StepShape, step_parts
 
 SMALL_CARD_BYTES = 12 << 30
+LEAST_SM = 80
+"""Of the kernels that read strips at any number of rows."""
 STREAMS_OF_A_PAIR = 3
 """The caller's, decode's and prefill's; without overlap the caller's alone."""
 
@@ -45,14 +54,15 @@ def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: i
     limit = None if config.memory_limit_mb is None else config.memory_limit_mb * MIB
     reserve = config.reserve_memory_mb * MIB
     device = torch.device("cuda")
-    item_bytes = compute_dtype(model, device, config.numerics).itemsize
+    dtype = compute_dtype(model, device, config.numerics)
     kv_dtype = resolve_kv_dtype(model, device, config.numerics, config.kv.dtype)
     exact = config.numerics == "exact"
-    weights = weight_bytes(model, checkpoint.entries, item_bytes, exact)
+    weights = weight_bytes(model, checkpoint.entries, dtype.itemsize, exact)
+    packed = not exact and sm >= LEAST_SM and all_in_strips(model, checkpoint.entries)
     shape = StepShape(
         model=model,
         vocab_size=checkpoint.usable_vocab_size(),
-        item_bytes=item_bytes,
+        item_bytes=dtype.itemsize,
         head_bits=_head_bits(checkpoint),
         sm=sm,
         streams=STREAMS_OF_A_PAIR if config.enable_prefill_decode_overlap else 1,
@@ -60,27 +70,37 @@ def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: i
         block_tokens=config.kv.block_tokens,
         graphs=config.cuda_graphs,
         small_workspaces=wants_small_workspaces(allowance(card, limit, reserve)),
+        in_strips=packed,
+        gated=packed and has_gated(checkpoint.entries) and dtype == torch.float16,
     )
-    return plan_card(
-        Request(
-            card=card,
-            limit=limit,
-            reserve=reserve,
-            settings=Settings(
-                max_model_len=args.model.max_model_len or checkpoint.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                chunk_tokens=config.prefill_chunk_tokens,
-                int8_kv=kv_dtype == torch.int8,
-            ),
-            parts=partial(_parts, weights, shape, held),
-            loading=weights.loading,
-            pool_bytes=partial(_pool_bytes, model, kv_dtype, config.kv.block_tokens, card),
-            block_tokens=config.kv.block_tokens,
-            budget=None if config.kv.budget_mb == "auto" else config.kv.budget_mb * MIB,
-            is_length_asked=args.model.max_model_len is not None,
-            can_int8=not exact and takes_int8(config, model),
-        )
+    request = Request(
+        card=card,
+        limit=limit,
+        reserve=reserve,
+        settings=Settings(
+            max_model_len=args.model.max_model_len or checkpoint.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            chunk_tokens=config.prefill_chunk_tokens,
+            int8_kv=kv_dtype == torch.int8,
+        ),
+        parts=partial(_parts, weights, shape, held),
+        loading=weights.loading,
+        pool_bytes=partial(_pool_bytes, model, kv_dtype, config.kv.block_tokens, card),
+        block_tokens=config.kv.block_tokens,
+        budget=None if config.kv.budget_mb == "auto" else config.kv.budget_mb * MIB,
+        is_length_asked=args.model.max_model_len is not None,
+        can_int8=not exact and takes_int8(config, model),
     )
+    plan = plan_card(request)
+    smaller = with_small_embedding(model, checkpoint.entries, weights)
+    if plan.refusal is None or smaller is None:
+        return plan
+    other = plan_card(replace(request, parts=partial(_parts, smaller, shape, held)))
+    if other.refusal is not None:
+        return plan
+    longest = other.settings.max_model_len
+    line = f"quantize --embedding-bits 4, model.max_model_len: {longest}"
+    return replace(plan, instead=(*plan.instead, line))
 
 
 def plan_here(args: AppArgs, checkpoint: Checkpoint, device: torch.device) -> CardPlan:

@@ -8,7 +8,7 @@ Knows shapes and bits; reads no weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_actor import ops
 from engine_actor.load.formats.base import Entry
@@ -17,6 +17,9 @@ from engine_actor.model.config import ModelConfig
 
 NORM_BYTES = 4
 """Norms are kept in fp32."""
+TABLES = ("embed", "head")
+SMALL_GROUP = 64
+"""Of an embedding that `quantize --embedding-bits 4` makes."""
 ALIGNMENT = 512
 """What torch's allocator rounds a tensor up to."""
 
@@ -59,6 +62,32 @@ def weight_bytes(
     return WeightBytes(resident, loading)
 
 
+def with_small_embedding(
+    config: ModelConfig, entries: Iterable[Entry], weights: WeightBytes
+) -> WeightBytes | None:
+    """What would be taken with an embedding in 4 bits; None where it is not in 8 or is the head."""
+    found = next((entry for entry in entries if entry.name == "embed"), None)
+    if config.tie_embeddings or found is None or found.bits != 8:
+        return None
+    rows, columns = config.vocab_size, config.hidden
+    small = rows * (-(-columns // 2) + 2 * -(-columns // SMALL_GROUP))
+    return replace(weights, resident=weights.resident - _rounded(found.nbytes) + _rounded(small))
+
+
+def all_in_strips(config: ModelConfig, entries: Iterable[Entry]) -> bool:
+    """Whether every linear of the layers is re-laid, and so read packed at any number of rows."""
+    pieces = {piece.name: piece for piece in _pieces(config) if piece.rows}
+    linears = [entry for entry in entries if entry.name in pieces and entry.name not in TABLES]
+    return bool(linears) and all(
+        entry.bits and _refuse_strips(entry, pieces[entry.name]) is None for entry in linears
+    )
+
+
+def has_gated(entries: Iterable[Entry]) -> bool:
+    """Whether gate and up are stored as one linear."""
+    return any(entry.name.endswith(".gate_up") for entry in entries)
+
+
 def _forms(
     entry: Entry, piece: _Piece, config: ModelConfig, item_bytes: int, exact: bool
 ) -> Iterator[tuple[int, int]]:
@@ -88,9 +117,9 @@ def _linear(entry: Entry, piece: _Piece, item_bytes: int) -> tuple[int, int]:
     if not entry.bits:
         kept = piece.rows * piece.columns * item_bytes
         return kept, entry.nbytes if kept != entry.nbytes else 0
-    group = piece.columns if entry.group == -1 else entry.group
-    if ops.refuse_strips(entry.bits, group, piece.columns) is not None:
+    if _refuse_strips(entry, piece) is not None:
         return stored, 0
+    group = _group(entry, piece)
     words, scales = ops.strip_bytes(entry.bits, group, piece.rows, piece.columns)
     # Offsets, zero points and biases become half precision, whatever they were.
     rest = stored - _codes_and_scales(entry, piece)
@@ -105,8 +134,16 @@ def _stored(entry: Entry, piece: _Piece) -> int:
 def _codes_and_scales(entry: Entry, piece: _Piece) -> int:
     if not entry.bits:
         return 0
-    group = piece.columns if entry.group == -1 else entry.group
+    group = _group(entry, piece)
     return piece.rows * (-(-piece.columns * entry.bits // 8) + 2 * -(-piece.columns // group))
+
+
+def _group(entry: Entry, piece: _Piece) -> int:
+    return piece.columns if entry.group == -1 else entry.group
+
+
+def _refuse_strips(entry: Entry, piece: _Piece) -> str | None:
+    return ops.refuse_strips(entry.bits, _group(entry, piece), piece.columns)
 
 
 def _pieces(config: ModelConfig) -> Iterator[_Piece]:

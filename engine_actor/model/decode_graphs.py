@@ -22,8 +22,10 @@ from engine_actor.work.inputs import BatchInputs
 
 LOGGER = logging.getLogger(__name__)
 MIB = 1 << 20
-GRAPH_BYTES = 1 * MIB
-"""Of the device for one graph: its nodes, and its kernels' arguments."""
+GRAPH_BYTES = 640 * 1024
+"""For one graph: the partial sums of its attention, which outlive the step. What the driver takes
+for its nodes, about as much, is not torch's (card_plan.LATER_BYTES).
+"""
 
 Forward = Callable[[ops.StagedRows, ops.AttentionPlan, torch.Tensor], None]
 """The forward pass of staged rows under a plan; the logits go to the third, f32[rows, vocab]."""
@@ -179,7 +181,6 @@ def static_bytes(buckets: DecodeBuckets, vocab_size: int, block_tokens: int, hea
 
 def graph_bytes(buckets: DecodeBuckets, row_bytes: int) -> int:
     """Memory that graphs take as they are captured, all of them. row_bytes: of one row's
-    activations in flight. The pool's blocks are shared, but a larger bucket captured after a
-    smaller one seldom fits into what that one has left.
+    activations in flight: graphs share a pool, and the largest is captured first.
     """
-    return sum(buckets.rows) * row_bytes + len(buckets) * GRAPH_BYTES
+    return buckets.rows[-1] * row_bytes + len(buckets) * GRAPH_BYTES

@@ -1,8 +1,8 @@
 """What one step takes beside weights and KV cache: activations, logits, tables, workspaces.
 
-Upper bounds from shapes, held against measured peaks by the GPU tests. A prompt chunk's logits are
-those of its last rows only; prompt logprobs come in slices and are run smaller where they do not
-fit. Pure arithmetic.
+Upper bounds from shapes, 8 to 60 % above peaks on an H200 (docs/log.md) and held against such peaks
+by the GPU tests. A prompt chunk's logits are those of its last rows only; prompt logprobs come in
+slices and are run smaller where they do not fit. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -18,23 +18,31 @@ from engine_actor.model.device_sampling import sampler_bytes
 from engine_actor.model.ledger import MIB
 
 HOPPER = 90
+MULTIPROCESSORS = {True: 132, False: 84}
+"""Of the largest cards, Hopper and older ones: what is split over the card is split in so many."""
 FEW_ROWS = 64
 """Up to here a linear needs no scratch."""
-SCRATCH_BYTES = 64 * MIB
-"""Of a linear of many rows: a dense slice of its weights, or the parts of a split product."""
-ATTENTION_ROOM = 16 * MIB
-"""Parts of split sequences, joined in the same launch."""
-FEW_HEAD_ROWS = 16
+SPLIT_BYTES = 128 * 1024
+"""For each multiprocessor: partial sums of a product that is split along K, a tile of fp32."""
+DENSE_BYTES = 64 * MIB
+"""Of a linear of many rows whose weights are made dense, a slice at a time."""
+FLASH_ROWS, FLASH_PARTS = 64, 4
+"""Rows of a part of torch's attention, and parts for each multiprocessor where keys are split."""
+ATTENTION_ROOM = 4 * MIB
+"""Parts of decoded sequences, joined in the same launch."""
+FEW_HEAD_ROWS = 256
 HEAD_SLICE_ROWS = 8192
 """An 8-bit head of more rows than FEW_HEAD_ROWS is made dense so many out-features at a time."""
+SAMPLER_REST = MIB
+"""Parameters, histories and replies of sampled rows."""
 POSITIONS_AT_ONCE = 1024
 INT8_KEY_BYTES = {"float16": 3, "bfloat16": 11, "float32": 9}
 """Of a gathered INT8 key or value: its code, what it becomes, and what lies between."""
 WORKSPACE_BYTES, SMALL_WORKSPACE_BYTES = 33 * MIB, 9344 * 1024
 """Of cuBLAS and cuBLASLt for a stream, on Hopper by default and as configs.load chooses it."""
-ROUNDING_BYTES = 22 * MIB
-"""torch takes memory in pages of 20 MiB for large tensors and 2 MiB for small ones; the last of a
-stream, and of the graphs, are not full.
+PAGE_BYTES = 14 * MIB
+"""torch takes memory in pages of 12 MiB for large tensors and 2 MiB for small ones; the last of a
+stream, of the graphs and of what was loaded are not full.
 """
 
 
@@ -42,7 +50,8 @@ stream, and of the graphs, are not full.
 class StepShape:
     """What a step's memory depends on beside the settings. item_bytes: of an activation. sm: of the
     card. streams: that multiply. partial_prefills: prompts in one chunk. head_bits: 0 for dense.
-    graphs: whether decode steps are captured.
+    graphs: whether decode steps are captured. in_strips: whether every linear of the layers is read
+    packed at any number of rows. gated: whether gate and up are one linear that gives the product.
     """
 
     model: ModelConfig
@@ -55,6 +64,13 @@ class StepShape:
     block_tokens: int
     graphs: bool
     small_workspaces: bool = False
+    in_strips: bool = False
+    gated: bool = False
+
+    @property
+    def multiplies_dense(self) -> bool:
+        """Whether cuBLAS is called at all."""
+        return not self.in_strips or not self.head_bits
 
 
 def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
@@ -67,13 +83,14 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
         fixed = static_bytes(buckets, shape.vocab_size, shape.block_tokens, shape.model.head_dim)
         yield Part("decode buckets", fixed, f"up to {buckets.rows[-1]} rows", True)
         if shape.graphs:
-            nbytes = graph_bytes(buckets, _row_bytes(shape))
+            nbytes = graph_bytes(buckets, row_bytes(shape))
             yield Part("decode graphs", nbytes, f"{len(buckets)} at most, made with use")
-    yield Part("sampler", sampler_bytes(rows, shape.vocab_size))
+    yield Part("sampler", sampler_bytes(rows, shape.vocab_size) + SAMPLER_REST)
     yield Part("position tables", table_bytes(shape.model, settings.max_model_len), "", True)
     streams = multiplying(shape)
-    yield Part("library workspaces", workspace_bytes(shape), f"{streams} streams")
-    yield Part("allocator's pages", streams * ROUNDING_BYTES, f"of {streams} streams", True)
+    if shape.multiplies_dense or rows > FEW_HEAD_ROWS:
+        yield Part("library workspaces", workspace_bytes(shape), f"{streams} streams")
+    yield Part("allocator's pages", (streams + 1) * PAGE_BYTES, f"of {streams + 1} streams", True)
 
 
 def prompt_bytes(shape: StepShape, settings: Settings) -> int:
@@ -81,14 +98,31 @@ def prompt_bytes(shape: StepShape, settings: Settings) -> int:
     model, tokens = shape.model, settings.chunk_tokens
     hidden, queries = model.hidden, model.n_heads * model.head_dim
     keys = 2 * model.n_kv_heads * model.head_dim
-    mlp = 2 * hidden + 3 * model.intermediate
+    mlp = 2 * hidden + (1 if shape.gated else 3) * model.intermediate
     attention = hidden + keys + 4 * queries
     each = INT8_KEY_BYTES[model.dtype] if settings.int8_kv else shape.item_bytes
-    gathered = settings.max_model_len * keys * each
+    gathered = settings.max_model_len * keys * each + _flash_bytes(shape, tokens)
     logits = min(tokens, shape.partial_prefills) * _logit_bytes(shape)
     rows = tokens * shape.item_bytes
-    peak = max(rows * mlp, rows * attention + gathered)
-    return 3 * rows * hidden + peak + logits + (SCRATCH_BYTES if tokens > FEW_ROWS else 0)
+    peak = max(rows * mlp + _scratch_bytes(shape, tokens), rows * attention + gathered)
+    return 3 * rows * hidden + peak + logits
+
+
+def _scratch_bytes(shape: StepShape, rows: int) -> int:
+    """Of a linear."""
+    if rows <= FEW_ROWS:
+        return 0
+    return SPLIT_BYTES * _multiprocessors(shape) if shape.in_strips else DENSE_BYTES
+
+
+def _flash_bytes(shape: StepShape, rows: int) -> int:
+    """Sums of keys that are split between multiprocessors, fp32."""
+    parts = FLASH_PARTS * _multiprocessors(shape)
+    return 4 * parts * min(rows, FLASH_ROWS) * shape.model.head_dim
+
+
+def _multiprocessors(shape: StepShape) -> int:
+    return MULTIPROCESSORS[shape.sm >= HOPPER]
 
 
 def decode_bytes(shape: StepShape, rows: int) -> int:
@@ -98,13 +132,15 @@ def decode_bytes(shape: StepShape, rows: int) -> int:
     if shape.head_bits == 8 and rows > FEW_HEAD_ROWS:
         head = HEAD_SLICE_ROWS * model.hidden * (8 + shape.item_bytes)
         head += rows * shape.vocab_size * shape.item_bytes
-    return rows * (_row_bytes(shape) + 4 * shape.vocab_size) + head + ATTENTION_ROOM
+    return rows * (row_bytes(shape) + 4 * shape.vocab_size) + head + ATTENTION_ROOM
 
 
 def table_bytes(model: ModelConfig, max_model_len: int) -> int:
-    """Cosines and sines of every position, and the halves they are joined from as they grow."""
+    """Cosines and sines of every position. The halves that they are joined from are gone before the
+    first step.
+    """
     positions = -(-max_model_len // POSITIONS_AT_ONCE) * POSITIONS_AT_ONCE
-    return 4 * positions * model.head_dim * 4
+    return 2 * positions * model.head_dim * 4
 
 
 def workspace_bytes(shape: StepShape) -> int:
@@ -118,11 +154,12 @@ def multiplying(shape: StepShape) -> int:
     return shape.streams + shape.graphs
 
 
-def _row_bytes(shape: StepShape) -> int:
+def row_bytes(shape: StepShape) -> int:
     """Activations of one decoded row, and its logits as the head gives them."""
     model = shape.model
     queries, keys = model.n_heads * model.head_dim, 2 * model.n_kv_heads * model.head_dim
-    width = 5 * model.hidden + 3 * model.intermediate + 2 * queries + keys
+    width = 5 * model.hidden + 2 * queries + keys
+    width += (1 if shape.gated else 3) * model.intermediate
     return (width + shape.vocab_size) * shape.item_bytes
 
 

@@ -58,14 +58,41 @@ def test_the_limit_plans_as_the_small_card_would() -> None:
 
 
 def test_tables_in_8_bits_leave_no_room_and_the_refusal_says_what_would() -> None:
-    more = {"kv": {"dtype": "int8"}, "max_num_seqs": 4, "memory_limit_mb": 4192}
+    more: dict[str, Any] = {"kv": {"dtype": "int8"}, "max_num_seqs": 4, "memory_limit_mb": 4096}
     plan = planned(SHAPES["7b-mixed"], **more)
     assert plan.refusal is not None
-    name, _, value = plan.instead[0].partition(": ")
-    assert name == "engine.prefill_chunk_tokens"
+    named = dict(line.split(": ") for line in plan.instead[:-1])
+    value = named["engine.prefill_chunk_tokens"]
     assert planned(SHAPES["7b-mixed"], **more, prefill_chunk_tokens=int(value)).refusal is None
     one_more = planned(SHAPES["7b-mixed"], **more, prefill_chunk_tokens=int(value) + 1)
     assert one_more.refusal is not None
+
+
+def test_an_embedding_in_4_bits_is_named_where_it_would_fit() -> None:
+    plan = planned(SHAPES["7b-mixed"])
+    assert plan.refusal is not None
+    name, _, tokens = plan.instead[-1].rpartition(": ")
+    assert name == "quantize --embedding-bits 4, model.max_model_len"
+    # Groups of 64, as quantize makes them, where this shape has 128.
+    small = planned(SHAPES["7b-4gib"]).settings.max_model_len
+    assert small - 400 < int(tokens) <= small
+    tied = planned(SHAPES["3b"], memory_limit_mb=2100)
+    assert tied.refusal is not None
+    assert not any("embedding" in line for line in tied.instead)
+
+
+def test_packed_models_call_no_library_and_plan_no_room_for_one() -> None:
+    def parts(shape: Shape, **engine: Any) -> dict[str, int]:
+        found = planned(shape, 2048, prefill_chunk_tokens=512, memory_limit_mb=8192, **engine)
+        return {part.name: part.nbytes for part in found.parts}
+
+    packed = parts(SHAPES["3b"])
+    dense = parts(replace(SHAPES["3b"], leaf_bits={"down": 8}))
+    assert "library workspaces" not in packed
+    assert dense["library workspaces"] > 30 * MIB
+    # The dense slice, and two more matrices of the MLP's width.
+    assert dense["prompt chunk"] - packed["prompt chunk"] > 48 * MIB
+    assert parts(SHAPES["3b"], max_num_seqs=300)["library workspaces"] > 30 * MIB
 
 
 def test_the_table_says_what_it_means() -> None:

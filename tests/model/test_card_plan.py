@@ -172,7 +172,7 @@ def planned(total: int, weights: int, asked: Settings = PLAIN, **more: object) -
 
 
 def test_the_reserve_holds_the_context_and_more_where_others_have_more() -> None:
-    card = Card(4096 * MIB, outside=200 * MIB)
+    card = Card(4096 * MIB, outside=190 * MIB)
     assert allowance(card, None, 384 * MIB) == (4096 - 384) * MIB
     crowded = Card(4096 * MIB, outside=700 * MIB)
     assert allowance(crowded, None, 384 * MIB) == 4096 * MIB - 700 * MIB - LATER_BYTES

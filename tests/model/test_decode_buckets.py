@@ -57,4 +57,4 @@ def test_bytes_for_the_memory_plan() -> None:
     buckets = DecodeBuckets.up_to(4, 1024)
     # 4 rows of: 10 fp32 logits, a table of 64 blocks, cos and sin of 8, two i64 and one i32.
     assert static_bytes(buckets, 10, 16, 8) == 4 * (40 + 256 + 64 + 20)
-    assert graph_bytes(buckets, 1000) == 7 * 1000 + 6 * 2**20
+    assert graph_bytes(buckets, 1000) == 4 * 1000 + 6 * 640 * 1024
