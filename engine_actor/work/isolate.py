@@ -11,7 +11,8 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -68,6 +69,19 @@ def release_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+@contextmanager
+def _lost_is_fatal() -> Iterator[None]:
+    """A device that is lost says so wherever the host next asks it: at a fence, at a retry."""
+    try:
+        yield
+    except FatalDeviceError:
+        raise
+    except Exception as error:
+        if not is_fatal(error):
+            raise
+        raise FatalDeviceError(f"between the works of a step: {error}") from error
+
+
 class Isolation:
     """Runs the works of one step through a pair and searches for the culprit of any failure."""
 
@@ -83,11 +97,16 @@ class Isolation:
     ) -> Launched:
         """The first half of a step. What failed is FAILED and waits for finish(). Raises
         FatalDeviceError."""
-        return self._pair.launch(decode, prefill, self._attempt, sharing)
+        with _lost_is_fatal():
+            return self._pair.launch(decode, prefill, self._attempt, sharing)
 
     def finish(self, launched: Launched, void: Callable[[], Set[Key]] = frozenset) -> Tally:
         """The second half, then the smaller retries of what failed in either, without the sequences
         that `void` names: nobody wants theirs any more. Raises FatalDeviceError."""
+        with _lost_is_fatal():
+            return self._finish(launched, void)
+
+    def _finish(self, launched: Launched, void: Callable[[], Set[Key]]) -> Tally:
         tally = Tally(stream_overlap=launched.overlapped)
         self._pair.finish(launched, self._attempt)
         # Decode before prefill, whatever the order of finish: the retries need the memory in turn.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -173,6 +175,27 @@ def test_a_lost_device_is_fatal(error: Exception) -> None:
     stage.runner.before_logits = lose
     with pytest.raises(FatalDeviceError, match="decode work 17"):
         both(stage)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), FatalDeviceError),
+        (ValueError("a bug"), ValueError),
+    ],
+)
+def test_a_device_may_say_so_first_where_the_host_waits(
+    error: Exception, told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise error
+
+    pair = SerialPair(CPU)
+    monkeypatch.setattr(pair, "fence", lambda: SimpleNamespace(synchronize=broken))
+    stage, _ = staged()
+    work = stage.decode(stage.slot(1))
+    with pytest.raises(told, match=str(error)):
+        Isolation(pair, pair).run(work, None)
 
 
 def test_our_own_bugs_are_not_blamed_on_a_request() -> None:
