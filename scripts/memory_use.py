@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engine_actor.core.sequence import Sequence as LiveSequence
 from engine_actor.model.memory import MIB
 from engine_actor.work.isolate import release_cached_memory
 
@@ -30,12 +31,28 @@ def device_mib(engine: Any) -> float:
     return torch.cuda.memory_allocated() / MIB
 
 
+def pool_mib(engine: Any) -> float:
+    """What the KV pool has of the device, outside of torch or in it."""
+    return engine.elastic.n_blocks * engine.facts.kv_block_bytes / MIB
+
+
+def reserved_mib(engine: Any) -> float:
+    """What torch holds of the GPU, free pieces included; 0 without one."""
+    return 0.0 if engine.facts.device == "cpu" else torch.cuda.memory_reserved() / MIB
+
+
 def resident_mib() -> float:
     """Memory of this process; 0 where the system does not say."""
     path = Path("/proc/self/statm")
     if not path.exists():
         return 0.0
     return int(path.read_text(encoding="ascii").split()[1]) * PAGE_BYTES / MIB
+
+
+def live_sequences() -> int:
+    """The engine's sequences that anything in this process still holds."""
+    gc.collect()
+    return sum(type(one) is LiveSequence for one in gc.get_objects())
 
 
 def give_back(device: str) -> None:

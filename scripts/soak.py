@@ -11,7 +11,6 @@ with a line for whatever was leaked, lost or wrong.
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import sys
 import time
@@ -22,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import FaultRule
-from engine_actor.core.sequence import Sequence as LiveSequence
 from engine_actor.messages import Flag
 from engine_runs import EngineRun, Request, add_model_flags, engine_of, switches_of
-from memory_use import device_mib, growth, resident_mib
+from memory_use import device_mib, growth, live_sequences, pool_mib, reserved_mib, resident_mib
 from results import make_record, make_row, write_record
 
 NEVER = {"stage": "finish", "request": "nobody", "times": 1}
@@ -54,12 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def live_sequences() -> int:
-    """Sequences that anything in this process still holds."""
-    gc.collect()
-    return sum(type(one) is LiveSequence for one in gc.get_objects())
-
-
 @dataclass
 class Quiet:
     """What was found when the engine was empty: memory in MiB, and the period before it."""
@@ -69,6 +61,8 @@ class Quiet:
     busy_seconds: float
     device_mib: float
     host_mib: float
+    reserved_mib: float = 0.0
+    pool_mib: float = 0.0
 
 
 @dataclass
@@ -202,7 +196,8 @@ class Soak:
         left = live_sequences() - self._not_ours
         if left > 0:
             self.wrong.append(f"{left} sequences are still held")
-        self.quiets.append(Quiet(self.clock(), tokens, seconds, device_mib(engine), resident_mib()))
+        memory = device_mib(engine), resident_mib(), reserved_mib(engine), pool_mib(engine)
+        self.quiets.append(Quiet(self.clock(), tokens, seconds, *memory))
 
     def _judge(self) -> int:
         tokens = 0
@@ -251,6 +246,16 @@ class Soak:
         return wrong
 
 
+def unproved(soak: Soak) -> list[str]:
+    """What the soak is for and never met."""
+    faults = soak.run.engine.faults
+    met = {
+        "no fault fired": not soak.args.fault_rate or faults.fired,
+        "nobody was cancelled": not soak.args.cancel_share or soak.ends[Flag.CANCELLED.name],
+    }
+    return [line for line, is_met in met.items() if not is_met]
+
+
 def rows_of(soak: Soak) -> list[dict[str, Any]]:
     """One row a quantity: a value for each period."""
     quiets = soak.quiets[1:]
@@ -259,6 +264,8 @@ def rows_of(soak: Soak) -> list[dict[str, Any]]:
         ("tokens_per_second", "tokens/s"): rates,
         ("device_memory", "MiB"): [quiet.device_mib for quiet in quiets],
         ("host_memory", "MiB"): [quiet.host_mib for quiet in quiets],
+        ("reserved_memory", "MiB"): [quiet.reserved_mib for quiet in quiets],
+        ("kv_pool", "MiB"): [quiet.pool_mib for quiet in quiets],
     }
     return [make_row({}, name, unit, values, 0) for (name, unit), values in series.items()]
 
@@ -269,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = engine_of(args, {"faults": [NEVER]}, max_model_len=args.max_model_len)
     soak = Soak(EngineRun(engine, seed=args.seed), args)
     soak.go()
-    wrong = soak.verdict()
+    wrong = soak.verdict() + unproved(soak)
     counts = {
         "requests": soak.submitted,
         "refused": soak.run.refused,

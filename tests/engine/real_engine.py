@@ -85,13 +85,16 @@ def texts(
 
 class ForcedSampler(Sampler):
     """Gives the reference's tokens whatever the logits say, and keeps the logits: teacher forcing
-    through the engine's own steps. `wanted`: tokens by rid."""
+    through the engine's own steps, on any device. `wanted`: tokens by rid."""
 
     def __init__(self, vocab_size: int, wanted: Sequence[Sequence[int]], n_prompts: Sequence[int]):
         super().__init__(vocab_size)
         self._wanted = wanted
         self._n_prompts = n_prompts
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
+
+    def _device_sampling(self, logits: torch.Tensor) -> None:
+        """No kernel draws: begin() asks sample()."""
 
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         tokens = []

@@ -71,6 +71,21 @@ def test_the_serial_twins_tokens_in_any_crowd(
         assert shared == serial
 
 
+@pytest.mark.parametrize("mode", STREAMS)
+@pytest.mark.parametrize("model", ["on_kernels", "on_graphs"])
+def test_the_kernels_of_a_layer_give_the_serial_twins_tokens(
+    model: str, mode: OverlapMode, request: pytest.FixtureRequest
+) -> None:
+    """Heads of 64 in half precision: the same kernels in the same shapes, so the same bits."""
+    loaded, crowd = request.getfixturevalue(model), prompts(16)
+    for sampling in ({}, {"temperature": 0.9, "seed": 7, "top_p": 0.9}):
+        engine = engine_of(loaded, mode)
+        shared = texts(engine, crowd, 24, **sampling)
+        assert shared == texts(engine_of(loaded, OverlapMode.SERIAL), crowd, 24, **sampling)
+        assert engine.metrics.value("prefill_decode_stream_overlap_steps") > 3
+    assert (loaded.runner.graph_counts.replays > 0) == (model == "on_graphs")
+
+
 @pytest.mark.parametrize("mode", OverlapMode)
 @pytest.mark.parametrize("ahead", [True, False])
 def test_ranges_of_layers_give_the_tokens_of_whole_chunks(

@@ -49,6 +49,8 @@ def test_a_healthy_engine_passes(tmp_path, capsys):
         "tokens_per_second",
         "device_memory",
         "host_memory",
+        "reserved_memory",
+        "kv_pool",
     }
     assert "wrong: []" in capsys.readouterr().out
 
@@ -90,6 +92,12 @@ def test_another_text_of_the_fixed_prompt_is_told(soaked):
 def test_tokens_that_nobody_heard_are_told(soaked):
     soaked.run.engine.metrics.add("generation_tokens_total", 5)
     assert soaked.verdict() == ["29 tokens were made, 24 heard"]
+
+
+def test_a_soak_without_faults_and_cancels_proves_nothing(soaked):
+    assert soak.unproved(soaked) == ["no fault fired", "nobody was cancelled"]
+    soaked.args.fault_rate = soaked.args.cancel_share = 0
+    assert soak.unproved(soaked) == []
 
 
 def test_growing_memory_is_told(soaked):
