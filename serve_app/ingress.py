@@ -13,12 +13,12 @@ from configs.schema import HttpConfig
 from engine_actor.core.metrics import Metrics
 from serve_app import __version__
 from serve_app.engine_link import EngineLink
+from serve_app.engine_links import EngineLinks
 from serve_app.guard import Guard
 from serve_app.http_body import error_response
 from serve_app.ingress_metrics import ingress_metrics
 from serve_app.intake import Facts, Intake, ServingTokenizer
 from serve_app.openapi import openapi_page
-from serve_app.operators import Operator
 from serve_app.protocol.errors import ApiError
 from serve_app.routes_generation import add_generation_routes
 from serve_app.routes_models import add_model_routes
@@ -28,29 +28,30 @@ _OF_STATUS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_lar
 
 
 def build_api(
-    link: EngineLink,
+    links: EngineLink | EngineLinks,
     tokenizer: ServingTokenizer,
     facts: Facts | None = None,
     http: HttpConfig | None = None,
     metrics: Metrics | None = None,
     run_link: bool = False,
-    operator: Operator | None = None,
 ) -> FastAPI:
-    """The whole API over one engine link. With `run_link` the link lives as long as the app does
-    (ASGI lifespan), else the caller starts and stops it. `operator`: where there are more engines.
+    """The whole API over one engine link, or several. With `run_link` they live as long as the app
+    does (ASGI lifespan), else the caller starts and stops them.
     """
+    if isinstance(links, EngineLink):
+        links = EngineLinks(links)
     metrics = metrics or ingress_metrics()
-    intake = Intake(link, tokenizer, facts or Facts(), http or HttpConfig())
+    intake = Intake(links, tokenizer, facts or Facts(), http or HttpConfig())
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if run_link:
-            link.start()
+            links.start()
         try:
             yield
         finally:
             if run_link:
-                await link.stop()
+                await links.stop()
 
     app = FastAPI(
         title="DeepInfer-SM86", version=__version__, redirect_slashes=False, lifespan=lifespan
@@ -58,7 +59,7 @@ def build_api(
     app.state.intake = intake
     add_generation_routes(app, intake, metrics)
     add_model_routes(app, intake)
-    add_operation_routes(app, intake, metrics, operator or Operator(link))
+    add_operation_routes(app, intake, metrics)
     app.openapi = lambda: openapi_page(app)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)

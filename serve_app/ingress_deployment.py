@@ -1,4 +1,4 @@
-"""The Serve deployment around the HTTP API: one replica = one engine link, one tokenizer, one app.
+"""The Serve deployment around the HTTP API: one replica = one app, one tokenizer, all engines.
 
 Holds no logic of requests: HTTP is `ingress.build_api`, Python handles go through `PythonFace`.
 Loads no torch.
@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,13 @@ from ray import serve
 
 from configs import load
 from configs.schema import AppArgs
-from engine_actor.messages import Limit, Message
+from engine_actor.messages import Limit
 from serve_app.client import EnginePort
 from serve_app.directory import EngineDirectory, engine_names
 from serve_app.engine_link import EngineLink
+from serve_app.engine_links import EngineLinks
 from serve_app.ingress import build_api
 from serve_app.intake import Facts, Intake
-from serve_app.operators import Operator
 from serve_app.protocol.errors import ApiError
 from serve_app.python_face import PythonFace
 
@@ -74,9 +73,8 @@ class Ingress:
         self._args = AppArgs.model_validate(settings.args)
         self._limit: Limit | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._link: EngineLink | None = None
+        self._links: EngineLinks | None = None
         self._face: PythonFace | None = None
-        self._operator: Operator | None = None
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         from engine_actor.load.source import resolve
@@ -84,28 +82,23 @@ class Ingress:
 
         directory = EngineDirectory(self._settings.engines)
         engine = directory.name_for(serve.get_replica_context().rank.rank)
-
-        async def port() -> EnginePort:
-            found = await directory.port(engine)
-            self._later(self._send_limit())
-            return found
-
         folder, model = Path(self._settings.folder), self._args.model
         if not folder.exists():  # another node than the one that checked it
             folder = await asyncio.to_thread(resolve, model.path, load.cache_dir(), model.revision)
         tokenizer = await asyncio.to_thread(Tokenizer.from_folder, folder)
-        link = self._link = EngineLink(port)
-        link.start()
-        if not await link.wait_ready(FIRST_ATTACH_S):
+        links = self._links = EngineLinks(
+            self._new_link(directory, engine),
+            [self._new_link(directory, name) for name in directory.names if name != engine],
+        )
+        links.start()
+        if not await links.home.wait_ready(FIRST_ATTACH_S):
             log.warning("%s does not answer yet; serving 503 until it does", engine)
         facts = Facts(
             created=self._settings.created,
             max_sequences=max_live_sequences(self._args),
             meta=self._settings.meta,
         )
-        others = [partial(directory.port, name) for name in directory.names if name != engine]
-        operator = self._operator = Operator(link, others)
-        app = build_api(link, tokenizer, facts, self._args.http, operator=operator)
+        app = build_api(links, tokenizer, facts, self._args.http)
         intake: Intake = app.state.intake
         self._face = PythonFace(intake)
         return app
@@ -115,7 +108,8 @@ class Ingress:
         `user_config`. Kept, and sent again to an engine that was restarted.
         """
         self._limit = limit_of(user_config)
-        self._later(self._send_limit())
+        for link in self._links.all if self._links is not None else ():
+            self._later(self._send_limit(link))
 
     async def generate(self, prompt: Any = None, **parameters: Any) -> dict[str, Any]:
         """A whole answer, the very body HTTP gives. Raises ApiError."""
@@ -130,31 +124,40 @@ class Ingress:
         """Free a request's memory: it ends `oom`, or runs again from its prompt if `requeue`.
         Raises ApiError where it does not run.
         """
-        await self._hand.evict(request_id, requeue)
+        await self._up.evict(request_id, requeue)
 
     async def cancel(self, request_id: str) -> None:
         """End a request by its public id. Raises ApiError where it does not run."""
-        await self._hand.cancel(request_id)
+        await self._up.cancel(request_id)
 
     async def limit(self, **limits: Any) -> None:
         """Change live limits until the next reconfigure: kv_fraction, max_num_seqs,
         prefill_chunk_tokens. Raises ValueError for another name.
         """
         self._limit = limit_of(limits)
-        self._tell(self._limit)
+        self._up.tell(self._limit)
 
     async def status(self) -> dict[str, Any]:
         """The engine's status(). Raises ApiError."""
-        return await self._up.status()
+        return await self._up.pick().status()
 
     async def drain(self) -> int:
         """Refuse new requests from now on; returns how many sequences are still served."""
-        self._up.draining = True
+        self._up.drain()
         return self._up.live
 
-    async def _send_limit(self) -> None:
-        limit, link = self._limit, self._link
-        if limit is None or limit == Limit() or link is None:
+    def _new_link(self, directory: EngineDirectory, name: str) -> EngineLink:
+        async def port() -> EnginePort:
+            found = await directory.port(name)
+            self._later(self._send_limit(link))
+            return found
+
+        link = EngineLink(port)
+        return link
+
+    async def _send_limit(self, link: EngineLink) -> None:
+        limit = self._limit
+        if limit is None or limit == Limit():
             return
         if await link.wait_ready(FIRST_ATTACH_S):
             link.tell(limit)
@@ -164,23 +167,14 @@ class Ingress:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _tell(self, message: Message) -> None:
-        self._up.tell(message)
-
     @property
-    def _up(self) -> EngineLink:
-        if self._link is None:
+    def _up(self) -> EngineLinks:
+        if self._links is None:
             raise ApiError("unavailable")
-        return self._link
+        return self._links
 
     @property
     def _python(self) -> PythonFace:
         if self._face is None:
             raise ApiError("unavailable")
         return self._face
-
-    @property
-    def _hand(self) -> Operator:
-        if self._operator is None:
-            raise ApiError("unavailable")
-        return self._operator

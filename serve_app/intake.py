@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from configs.schema import HttpConfig
 from engine_actor.core.params import InvalidParam
 from serve_app.chat import ChatTokenizer, chat_prompt
-from serve_app.engine_link import EngineLink
+from serve_app.engine_links import EngineLinks
 from serve_app.generation import Generation
 from serve_app.long_prompt import TextTooLong, encode_at_most
 from serve_app.protocol import unsupported
@@ -83,12 +83,12 @@ class Intake:
 
     def __init__(
         self,
-        link: EngineLink,
+        links: EngineLinks,
         tokenizer: ServingTokenizer,
         facts: Facts,
         http: HttpConfig,
     ) -> None:
-        self.link = link
+        self.links = links
         self.tokenizer = tokenizer
         self.http = http
         self.facts = facts
@@ -125,11 +125,11 @@ class Intake:
                 f"{param}: the request needs {job.n_children} sequences, the limit is {limit}",
                 param,
             )
-        if self.link.live + job.n_children > limit:
+        if self.links.live + job.n_children > limit:
             raise ApiError("overloaded")
         prefix = "chatcmpl" if accepted.endpoint == "chat" else "cmpl"
         generation = Generation(
-            job, self.link, self.tokenizer, prefix, self.http.stream_buffer_tokens
+            job, self.links.pick(), self.tokenizer, prefix, self.http.stream_buffer_tokens
         )
         envelope = Envelope(
             public_id=generation.public_id,
@@ -144,9 +144,10 @@ class Intake:
 
     async def served(self) -> ServedModel:
         """The model as the engine describes it. Raises ApiError(unavailable)."""
-        if not await self.link.wait_ready(self.facts.attach_wait_s) or self.link.draining:
+        link = self.links.pick()
+        if not await link.wait_ready(self.facts.attach_wait_s) or link.draining:
             raise ApiError("unavailable")
-        attached = self.link.attached
+        attached = link.attached
         assert attached is not None
         return ServedModel(
             name=attached.model,

@@ -12,6 +12,7 @@ from typing import Any
 from configs.schema import AppArgs
 from serve_app.client import EnginePort, LocalPort
 from serve_app.engine_link import EngineLink
+from serve_app.engine_links import EngineLinks
 from serve_app.intake import Facts, Intake, ServingTokenizer
 from serve_app.python_face import PythonFace
 
@@ -35,7 +36,7 @@ async def local_face(
     try:
         if not await link.wait_ready(ATTACH_S):
             raise RuntimeError("the engine does not answer")
-        yield PythonFace(Intake(link, tokenizer, Facts(), args.http))
+        yield PythonFace(Intake(EngineLinks(link), tokenizer, Facts(), args.http))
     finally:
         await link.stop()
 

@@ -11,17 +11,15 @@ from engine_actor.core.metrics import Metrics
 from serve_app.engine_link import EngineLink
 from serve_app.http_body import error_response
 from serve_app.intake import Intake
-from serve_app.operators import Operator
+from serve_app.metrics_page import metrics_of
 from serve_app.protocol.errors import ApiError
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def add_operation_routes(
-    app: FastAPI, intake: Intake, metrics: Metrics, operator: Operator
-) -> None:
+def add_operation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> None:
     """All operation routes."""
-    link = intake.link
+    links = intake.links
 
     @app.get("/health/live", response_model=None)
     async def live() -> dict[str, Any]:
@@ -30,7 +28,7 @@ def add_operation_routes(
 
     async def ready() -> Response | dict[str, Any]:
         """A request would be served now."""
-        reason = await _why_not_ready(link)
+        reason = await _why_not_ready(links.pick())
         if reason is None:
             return {"status": "ready"}
         return error_response(ApiError("unavailable", f"not ready: {reason}"))
@@ -40,33 +38,31 @@ def add_operation_routes(
 
     @app.get("/metrics", response_model=None)
     async def metrics_page() -> Response:
-        """The engine's metrics, where it is up, and this ingress's."""
-        metrics.set("ingress_live_sequences", link.live)
-        metrics.set("ingress_engine_restarts", link.restarts)
-        try:
-            engine = await link.metrics_text()
-        except ApiError:
-            engine = ""
-        return PlainTextResponse(engine + metrics.text(), media_type=PROMETHEUS)
+        """The metrics of every engine that is up, and this ingress's."""
+        metrics.set("ingress_live_sequences", links.live)
+        metrics.set("ingress_engine_restarts", links.restarts)
+        page = await metrics_of(links, metrics.text())
+        return PlainTextResponse(page, media_type=PROMETHEUS)
 
     @app.get("/v1/status", response_model=None)
     async def status() -> dict[str, Any]:
         """The engine's status() and what this ingress knows."""
+        link = links.pick()
         engine = await link.status()
         ingress = {
-            "client": link.client,
-            "live_sequences": link.live,
+            "client": links.home.client,
+            "live_sequences": links.live,
             "max_sequences": intake.facts.max_sequences,
-            "engine_restarts": link.restarts,
+            "engine_restarts": links.restarts,
             "carrier": link.carrier,
-            "draining": link.draining,
+            "draining": links.draining,
         }
         return {**engine, "ingress": ingress}
 
     @app.post("/v1/requests/{public_id}/cancel", response_model=None)
     async def cancel(public_id: str) -> dict[str, Any]:
         """End a request by the id its answer carries, whichever ingress or engine it runs on."""
-        await operator.cancel(public_id)
+        await links.cancel(public_id)
         return {"id": public_id, "object": "request.cancel", "status": "cancelling"}
 
 

@@ -12,9 +12,9 @@ import pytest
 from configs.schema import HttpConfig
 from serve_app.client import LocalPort
 from serve_app.engine_link import EngineLink
+from serve_app.engine_links import EngineLinks
 from serve_app.ingress import build_api
 from serve_app.intake import Facts
-from serve_app.operators import Operator, PortFactory
 from tests.serve.doubles import PieceTokenizer, Script, ScriptedService
 
 
@@ -31,13 +31,15 @@ class Api:
         service: ScriptedService,
         http: HttpConfig,
         facts: Facts,
-        others: Sequence[PortFactory] = (),
+        others: Sequence[Callable[[], Any]] = (),
     ) -> None:
         self.service = service
         self.ports: list[LocalPort] = []
         self.link = EngineLink(self.port, beat_s=0.02, first_pause_s=0.001)
-        operator = Operator(self.link, others)
-        self.app = build_api(self.link, service.tokenizer, facts, http, operator=operator)
+        self.links = EngineLinks(
+            self.link, [EngineLink(port, beat_s=0.02, first_pause_s=0.001) for port in others]
+        )
+        self.app = build_api(self.links, service.tokenizer, facts, http)
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=True)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
 
@@ -62,7 +64,7 @@ async def running_api(
     script: Script,
     http: dict[str, Any] | None = None,
     facts: dict[str, Any] | None = None,
-    others: Sequence[PortFactory] = (),
+    others: Sequence[Callable[[], Any]] = (),
     **service: Any,
 ) -> AsyncIterator[Api]:
     """An API whose link is attached."""
@@ -71,13 +73,13 @@ async def running_api(
         setattr(double, name, value)
     told = Facts(**{"attach_wait_s": 0, **(facts or {})})
     api = Api(double, HttpConfig(**(http or {})), told, others)
-    api.link.start()
+    api.links.start()
     try:
         assert await api.link.wait_ready(10)
         async with api.client:
             yield api
     finally:
-        await api.link.stop()
+        await api.links.stop()
 
 
 ApiMaker = Callable[..., Any]

@@ -98,6 +98,7 @@ class ScriptedService:
         self.tokenizer = tokenizer
         self.script = script
         self.auto = auto
+        self.name = "double"
         self.max_model_len, self.block_tokens, self.kv_blocks = 512, 16, 64
         self.epoch = 1
         self.queue_limit = 10**6
@@ -124,7 +125,7 @@ class ScriptedService:
         self.outboxes[client] = Outbox()
         return asdict(
             Attached(
-                engine="double",
+                engine=self.name,
                 epoch=self.epoch,
                 protocol=protocol,
                 model="m",

@@ -10,7 +10,7 @@ import pytest
 
 from serve_app.client import LocalPort, PortDied
 from tests.serve.conftest import Api, ApiMaker
-from tests.serve.doubles import PieceTokenizer
+from tests.serve.doubles import PieceTokenizer, ScriptedService
 from tests.serve.wire import AsgiCall, events
 
 pytestmark = pytest.mark.anyio
@@ -48,6 +48,7 @@ async def test_a_stuck_or_draining_engine_is_not_ready(make_api: ApiMaker) -> No
     assert response.status_code == 503
     assert "does not answer" in response.json()["error"]["message"]
     stuck.set()
+    api.link._stale_s = 20.0
     response = await api.client.get("/health/ready")
     assert response.status_code == 503
     assert "draining" in response.json()["error"]["message"]
@@ -104,12 +105,17 @@ async def test_cancel_by_id_ends_every_child(make_api: ApiMaker) -> None:
     assert again.status_code == 404
 
 
-async def open_stream(api: Api) -> tuple[AsgiCall, str]:
-    """A stream that goes on until somebody ends it, and its public id."""
+async def nowhere() -> LocalPort:
+    raise PortDied("no actor")
+
+
+async def open_stream(api: Api, service: ScriptedService | None = None) -> tuple[AsgiCall, str]:
+    """A stream that goes on until somebody ends it, and its public id. service: where it runs."""
+    service = service or api.service
     call = AsgiCall(api.app, "/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 300})
-    while not api.service.running:
-        await api.link.status()
-    api.service.tick()
+    while not service.running:
+        await asyncio.sleep(0)
+    service.tick()
     return call, events(await call.take_event())[0]["id"]
 
 
@@ -118,6 +124,7 @@ async def test_cancel_through_another_ingress_or_engine(make_api: ApiMaker) -> N
     found is called cancelled."""
     one = await make_api(TOKENIZER, lambda submit: [120] * 300, auto=False)
     other = await make_api(TOKENIZER, lambda submit: [120], others=[one.port])
+    assert await other.links.all[1].wait_ready(10)
     call, name = await open_stream(one)
     response = await other.client.post(f"/v1/requests/{name}/cancel")
     assert (response.status_code, response.json()["status"]) == (200, "cancelling")
@@ -133,11 +140,8 @@ async def test_cancel_through_another_ingress_or_engine(make_api: ApiMaker) -> N
 async def test_nothing_is_claimed_where_an_engine_does_not_answer(make_api: ApiMaker) -> None:
     """It may be there. Where it was found elsewhere nobody needs to know."""
     one = await make_api(TOKENIZER, lambda submit: [120] * 300, auto=False)
-
-    async def nowhere() -> LocalPort:
-        raise PortDied("no actor")
-
     other = await make_api(TOKENIZER, lambda submit: [120], others=[nowhere, one.port])
+    assert await other.links.all[2].wait_ready(10)
     call, name = await open_stream(one)
     response = await other.client.post("/v1/requests/cmpl-nobody-a-2/cancel")
     assert response.status_code == 503
