@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import sys
 from collections.abc import Generator
@@ -12,6 +13,11 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is loaded: workers that have a thread for every core each wait for one another,
+    # and the GPU tests take many times as long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Derandomised: a red run is red again. No deadline: the machine may be busy.
 settings.register_profile("house", derandomize=True, deadline=None, database=None, print_blob=True)

@@ -77,16 +77,24 @@ def test_serial_counts_the_logical_overlap_only() -> None:
     assert engine.metrics.count("decode_step_seconds") == value("decode_steps_total")
 
 
-def test_two_streams_count_both_overlaps() -> None:
-    """S-69's counters, with streams that are names; the real ones need a GPU."""
+def test_prefill_decode_stream_overlap_runs_both_forwards() -> None:
+    """S-69 with streams that are names: one prefill step for a stream that then decodes, eleven for
+    a prompt that comes in beside it."""
     runner = HashRunner()
     engine = make_engine(runner, pair=two_streams(), **CHUNKS)
-    overlapping(engine, runner)
-    value = engine.metrics.value
-    assert value("prefill_steps_total") == 1 + 12
-    assert value("prefill_decode_overlap_steps") == 12
-    assert value("prefill_decode_stream_overlap_steps") == 12
-    assert value("prefill_decode_mixed_forward_steps") == 0
+    driver = Driver(engine)
+    driver.submit(0, (1, 2, 3, 4), 40)
+    driver.step()
+    driver.submit(1, range(44), 2)
+    driver.run()
+    assert driver.tokens(0) == runner.expected((1, 2, 3, 4), 40)
+    assert driver.tokens(1) == runner.expected(tuple(range(44)), 2)
+    status = engine_status(engine, epoch=1, heartbeat=BEAT, clients=1)
+    assert status["prefill_steps_total"] == 12
+    assert status["prefill_decode_overlap_steps"] == 11
+    assert status["prefill_decode_stream_overlap_steps"] == 11
+    assert status["prefill_decode_mixed_forward_steps"] == 0
+    assert status["prefill_decode_overlap"] is status["prefill_decode_overlap_effective"] is True
 
 
 def test_several_partial_prefills_are_one_prefill_step() -> None:
