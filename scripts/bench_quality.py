@@ -32,7 +32,7 @@ from engine_actor.quant.convert import Job, convert
 from engine_actor.quant.evaluate import Finished, run_checkpoint, score
 from engine_actor.quant.plan import layer_weights, make_plan
 from engine_actor.quant.progress import TimedProgress
-from engine_actor.quant.recipe import EMBEDDING, Method, Recipe, fixed_recipe
+from engine_actor.quant.recipe import Method, Recipe, fixed_recipe
 from engine_actor.quant.report import FILE
 from engine_actor.quant.texts import TUNING_ROWS, TokenRows, token_rows
 from engine_actor.quant.tune import Tuning
@@ -187,7 +187,7 @@ class Bench:
         found = sensitivities(
             self._source, self._calibration, target, self._device, TimedProgress(case.name)
         )
-        return replace(auto_recipe(found, budget, EMBEDDING), method=METHODS[case.method])
+        return replace(auto_recipe(found, budget, like), method=METHODS[case.method])
 
 
 def lines_of(case: Case, report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:

@@ -6,7 +6,7 @@ Knows where the answer is kept; what it means is allocate.py's.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,31 +20,27 @@ from engine_actor.quant.forward import LayerForward
 from engine_actor.quant.grid import Grid
 from engine_actor.quant.journal import SUFFIX
 from engine_actor.quant.layer_pass import LayerPass
-from engine_actor.quant.plan import kv_floor, make_plan
-from engine_actor.quant.recipe import GROUP, Method, Recipe, fixed_recipe, with_exceptions
+from engine_actor.quant.plan import make_plan
+from engine_actor.quant.recipe import Method, Recipe, with_exceptions
 from engine_actor.quant.stream import LayerReader
 from engine_actor.quant.texts import TokenRows
 
 KEPT = "sensitivity.json"
 
 
-def layer_budget(checkpoint: Checkpoint, embedding: Grid, fit: int | None) -> int:
-    """Bytes the layers may take: what `fit` leaves beside tables, norms and the KV floor; without
-    one as much as `mixed` takes.
+def layer_budget(checkpoint: Checkpoint, like: Recipe, fit: int | None) -> int:
+    """Bytes the layers may take: what `fit` leaves beside everything else of `like`; without one as
+    much as `like` takes.
     """
-    plan = make_plan(checkpoint.config, _mixed(embedding))
-    if fit is None:
-        return plan.layers
-    return fit - plan.tables - plan.vectors - kv_floor(checkpoint.config)
+    plan = make_plan(checkpoint.config, like)
+    return plan.layers if fit is None else fit - (plan.total - plan.layers)
 
 
-def _mixed(embedding: Grid) -> Recipe:
-    return replace(fixed_recipe("mixed", GROUP), embedding=embedding)
-
-
-def auto_recipe(choices: dict[str, list[Choice]], budget: int, embedding: Grid) -> Recipe:
-    """The recipe that `choices` make under `budget` bytes. Raises PlanError where none does."""
-    return with_exceptions(_mixed(embedding), "auto", choose(choices, budget))
+def auto_recipe(choices: dict[str, list[Choice]], budget: int, like: Recipe) -> Recipe:
+    """`like` with the grids that `choices` make under `budget` bytes. Raises PlanError where there
+    are none.
+    """
+    return with_exceptions(like, "auto", choose(choices, budget))
 
 
 @torch.inference_mode()

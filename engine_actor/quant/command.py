@@ -22,10 +22,9 @@ from engine_actor.model.memory import free_bytes
 from engine_actor.quant.auto import auto_recipe, layer_budget, sensitivities
 from engine_actor.quant.convert import Job, convert
 from engine_actor.quant.evaluate import run_checkpoint, score
-from engine_actor.quant.grid import Grid
-from engine_actor.quant.plan import make_plan, read_size, require_fit
+from engine_actor.quant.plan import FOUR_BITS, make_plan, read_size, require_fit
 from engine_actor.quant.progress import TimedProgress
-from engine_actor.quant.recipe import GROUP, Recipe, fixed_recipe
+from engine_actor.quant.recipe import EMBEDDING, GROUP, Recipe, fixed_recipe
 from engine_actor.quant.report import score_lines
 from engine_actor.quant.texts import (
     CALIBRATION,
@@ -41,19 +40,22 @@ from engine_actor.quant.tune import Tuning
 from engine_actor.quant.tune_choice import BATCH, choose_tuning
 
 Say = Callable[[str], None]
-EMBEDDINGS = {8: Grid(8, -1), 4: Grid(4, 64)}
+TABLES = {8: EMBEDDING, 4: FOUR_BITS}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """The flags of `quantize` as they came. group None: the recipe's own; tune_steps None: none."""
+    """The flags of `quantize` as they came. group None: the recipe's own; tune_steps None: none;
+    embedding_bits None: 8, and 4 where only so the recipe fits.
+    """
 
     source: str
     target: Path
     recipe: str
     group: int | None = None
     offsets: bool = False
-    embedding_bits: int = 8
+    embedding_bits: int | None = None
+    head_bits: int = 8
     fit: str | None = None
     calibration: Path | None = None
     text: Path | None = None
@@ -97,18 +99,36 @@ def _recipe(
     device: torch.device,
     progress: TimedProgress,
 ) -> Recipe:
-    embedding = EMBEDDINGS[options.embedding_bits]
     if options.recipe != "auto":
         recipe = fixed_recipe(options.recipe, options.group or GROUP, options.offsets)
-        return replace(recipe, embedding=embedding)
+        return _with_tables(recipe, options, checkpoint, budget)
     if options.group is not None or options.offsets:
         raise refusal("--recipe auto", "chooses groups itself: give neither --group nor --offsets")
-    bytes_left = layer_budget(checkpoint, embedding, budget)
+    # What 8 bits would give the embedding buys more in the layers, as long as those are this small.
+    like = _with_tables(fixed_recipe("mixed", GROUP), options, checkpoint, budget)
+    bytes_left = layer_budget(checkpoint, like, budget)
     if budget is not None:  # refuse what cannot fit before minutes of measuring
-        least = replace(fixed_recipe("w3", 128), embedding=embedding)
+        least = replace(like, grids=fixed_recipe("w3", 128).grids)
         require_fit(checkpoint.config, make_plan(checkpoint.config, least), budget)
     found = sensitivities(checkpoint, calibration, options.target, device, progress)
-    return auto_recipe(found, bytes_left, embedding)
+    return auto_recipe(found, bytes_left, like)
+
+
+def _with_tables(
+    recipe: Recipe, options: QuantizeOptions, checkpoint: Checkpoint, budget: int | None
+) -> Recipe:
+    """With the embedding and the head that were asked for. A budget that 8 bits exceed gives an
+    embedding of its own 4; the head, and an embedding that is the head, lose too much by it.
+    """
+    recipe = replace(
+        recipe, embedding=TABLES[options.embedding_bits or 8], head=TABLES[options.head_bits]
+    )
+    config = checkpoint.config
+    if options.embedding_bits is not None or budget is None or config.tie_embeddings:
+        return recipe
+    if make_plan(config, recipe).total <= budget:
+        return recipe
+    return replace(recipe, embedding=FOUR_BITS)
 
 
 def _tuning(

@@ -191,7 +191,7 @@ class _Run:
 
     def _rounded_table(self, name: str) -> PackedLinear:
         try:
-            return round_table(_stored(self._reader.top(name)), self._job.recipe.embedding)
+            return round_table(_stored(self._reader.top(name)), self._job.recipe.table(name))
         except ValueError as error:
             raise refusal(name, str(error)) from None
 

@@ -10,15 +10,23 @@ from dataclasses import dataclass
 
 from engine_actor.errors import CheckpointError
 from engine_actor.load.names import LinearSlot, slots
+from engine_actor.model.card_plan import Settings
 from engine_actor.model.config import ModelConfig
+from engine_actor.model.step_bytes import StepShape, step_parts
 from engine_actor.quant.grid import Grid
-from engine_actor.quant.recipe import Recipe, fixed_recipe
+from engine_actor.quant.recipe import EMBEDDING, Recipe, fixed_recipe
 
 KV_FLOOR_TOKENS = 4096
 """Tokens of fp16 KV cache that must still fit beside the weights."""
 MIB = 1 << 20
+RESERVE_BYTES = 384 * MIB
+"""engine.reserve_memory_mb by default: a card's own share, with the CUDA context in it."""
+SEQUENCES, CHUNK_TOKENS = 4, 128
+"""What an engine on a card that the weights nearly fill is set to at least."""
+FOUR_BITS = Grid(4, 64)
+"""Of an embedding for which 8 bits are too many."""
 ALTERNATIVES = (("w4", 64), ("w4", 128), ("mixed", 64), ("mixed", 128), ("w3", 64), ("w3", 128))
-TABLE_NOTE = " --embedding-bits 4"
+EMBEDDING_NOTE, HEAD_NOTE = " --embedding-bits 4", " --head-bits 4"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -29,7 +37,8 @@ class PlanError(CheckpointError):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Bytes of each part. vectors: norms, biases; kv_floor: KV_FLOOR_TOKENS (or the whole context
-    of the model, if shorter) at two bytes a number.
+    of the model, if shorter) at two bytes a number; beside: what an engine leaves alone or takes
+    for its steps.
     """
 
     recipe: str
@@ -37,6 +46,7 @@ class Plan:
     tables: int
     vectors: int
     kv_floor: int
+    beside: int
     bits_per_weight: float
 
     @property
@@ -46,8 +56,8 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Weights and the least KV cache."""
-        return self.weights + self.kv_floor
+        """A card that can serve it."""
+        return self.weights + self.kv_floor + self.beside
 
     def lines(self, budget: int | None) -> list[str]:
         """The plan for a reader."""
@@ -56,6 +66,7 @@ class Plan:
             ("embedding and head", self.tables),
             ("norms and biases", self.vectors),
             (f"KV cache, at least ({KV_FLOOR_TOKENS} tokens)", self.kv_floor),
+            ("reserve, and the engine's steps at least", self.beside),
             ("together", self.total),
         ]
         if budget is not None:
@@ -70,13 +81,14 @@ def make_plan(config: ModelConfig, recipe: Recipe, vector_bytes: int = 4) -> Pla
         if not isinstance(slot, LinearSlot):
             vectors += slot.size * vector_bytes
         elif slot.name in ("embed", "head"):
-            tables += recipe.embedding.nbytes(slot.rows, slot.in_features)
+            tables += recipe.table(slot.name).nbytes(slot.rows, slot.in_features)
         else:
             _, index, short = slot.name.split(".")
             layers += recipe.grid(int(index), short).nbytes(slot.rows, slot.in_features)
             vectors += slot.rows * vector_bytes if slot.bias else 0
     bits = 8 * layers / layer_weights(config)
-    return Plan(recipe.name, layers, tables, vectors, kv_floor(config), bits)
+    floor, beside = kv_floor(config), engine_bytes(config)
+    return Plan(recipe.name, layers, tables, vectors, floor, beside, bits)
 
 
 def layer_weights(config: ModelConfig) -> int:
@@ -89,6 +101,27 @@ def kv_floor(config: ModelConfig) -> int:
     """Bytes of the least KV cache."""
     token = 2 * config.n_layers * config.n_kv_heads * config.head_dim * 2
     return token * min(KV_FLOOR_TOKENS, config.max_model_len)
+
+
+def engine_bytes(config: ModelConfig) -> int:
+    """What lies beside weights and cache on a small card: the reserve, and a step's memory."""
+    shape = StepShape(
+        model=config,
+        vocab_size=config.vocab_size,
+        item_bytes=2,
+        head_bits=8,
+        sm=86,
+        streams=3,
+        partial_prefills=1,
+        block_tokens=16,
+        graphs=True,
+        small_workspaces=True,
+        in_strips=True,
+        gated=True,
+    )
+    context = min(KV_FLOOR_TOKENS, config.max_model_len)
+    steps = step_parts(shape, Settings(context, SEQUENCES, CHUNK_TOKENS, int8_kv=False))
+    return RESERVE_BYTES + sum(part.nbytes for part in steps)
 
 
 def read_size(text: str) -> int:
@@ -114,10 +147,10 @@ def require_fit(config: ModelConfig, plan: Plan, budget: int | None) -> None:
     """Raise PlanError where the plan is over the budget, naming what would fit."""
     if budget is None or plan.total <= budget:
         return
-    plans = [make_plan(config, recipe) for recipe in _alternatives()]
+    plans = [make_plan(config, recipe) for recipe in _alternatives(config.tie_embeddings)]
     fitting = [other for other in plans if other.total <= budget]
     # A head at 4 bits costs more than all layers at 3 do: the last resort.
-    fitting = [other for other in fitting if TABLE_NOTE not in other.recipe] or fitting
+    fitting = [other for other in fitting if not _has_small_head(other, config)] or fitting
     need = f"{plan.recipe} needs {plan.total / MIB:,.0f} MiB, the budget is {budget / MIB:,.0f} MiB"
     if fitting:
         best = max(fitting, key=lambda other: other.bits_per_weight)
@@ -128,8 +161,16 @@ def require_fit(config: ModelConfig, plan: Plan, budget: int | None) -> None:
     )
 
 
-def _alternatives() -> Iterable[Recipe]:
+def _has_small_head(plan: Plan, config: ModelConfig) -> bool:
+    return (EMBEDDING_NOTE if config.tie_embeddings else HEAD_NOTE) in plan.recipe
+
+
+def _alternatives(is_tied: bool) -> Iterable[Recipe]:
+    tables = [(EMBEDDING, EMBEDDING, ""), (FOUR_BITS, EMBEDDING, EMBEDDING_NOTE)]
+    if not is_tied:
+        tables.append((FOUR_BITS, FOUR_BITS, EMBEDDING_NOTE + HEAD_NOTE))
     for name, group in ALTERNATIVES:
         recipe = fixed_recipe(name, group)
-        for table, note in ((Grid(8, -1), ""), (Grid(4, 64), TABLE_NOTE)):
-            yield Recipe(f"--recipe {name} --group {group}{note}", recipe.grids, embedding=table)
+        for embedding, head, note in tables:
+            named = f"--recipe {name} --group {group}{note}"
+            yield Recipe(named, recipe.grids, embedding=embedding, head=head)

@@ -53,13 +53,20 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """grids: by short name of the linear; exceptions: by full name (`layers.3.down`)."""
+    """grids: by short name of the linear; exceptions: by full name (`layers.3.down`). embedding: of
+    the embedding, which a tied head reads too; head: of a head of its own.
+    """
 
     name: str
     grids: Mapping[str, Grid]
     method: Method = field(default_factory=Method)
     embedding: Grid = EMBEDDING
     exceptions: Mapping[str, Grid] = field(default_factory=dict)
+    head: Grid = EMBEDDING
+
+    def table(self, name: str) -> Grid:
+        """The grid of `embed` or `head`."""
+        return self.head if name == "head" else self.embedding
 
     def grid(self, layer: int, short: str) -> Grid:
         """The grid of one linear."""
@@ -71,6 +78,7 @@ class Recipe:
             "name": self.name,
             "grids": {short: asdict(grid) for short, grid in self.grids.items()},
             "embedding": asdict(self.embedding),
+            "head": asdict(self.head),
             "method": asdict(self.method),
             "exceptions": {name: asdict(grid) for name, grid in self.exceptions.items()},
         }

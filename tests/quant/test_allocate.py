@@ -15,10 +15,11 @@ from engine_actor.quant.auto import auto_recipe, layer_budget, sensitivities
 from engine_actor.quant.grid import Grid
 from engine_actor.quant.journal import SUFFIX
 from engine_actor.quant.plan import PlanError, make_plan
+from engine_actor.quant.recipe import fixed_recipe
 
 NAMES = ("a", "b", "c")
 GRIDS = (Grid(3, 128), Grid(3, 64), Grid(4, 128))
-EMBEDDING = Grid(8, -1)
+LIKE = fixed_recipe("mixed")
 option = st.tuples(st.integers(1, 40), st.floats(0.01, 10.0))
 
 
@@ -81,8 +82,8 @@ def test_a_measured_model_gets_a_recipe_within_its_bytes(make_job, tmp_path):
         harm = {choice.grid: choice.harm for choice in options}
         assert set(harm) == set(CHOICES)
         assert harm[Grid(4, 32)] < harm[Grid(4, 128)] < harm[Grid(3, 32)] < harm[Grid(3, 128)]
-    budget = layer_budget(job.source, EMBEDDING, None)
-    recipe = auto_recipe(found, budget, EMBEDDING)
+    budget = layer_budget(job.source, LIKE, None)
+    recipe = auto_recipe(found, budget, LIKE)
     assert make_plan(job.source.config, recipe).layers <= budget
     assert len(set(recipe.exceptions.values())) > 1
 

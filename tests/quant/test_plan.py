@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine_actor.load.tiny import tiny_config
 from engine_actor.model.config import ModelConfig
 from engine_actor.quant.grid import Grid
-from engine_actor.quant.plan import MIB, PlanError, kv_floor, make_plan, read_size, require_fit
+from engine_actor.quant.plan import (
+    FOUR_BITS,
+    MIB,
+    PlanError,
+    engine_bytes,
+    kv_floor,
+    make_plan,
+    read_size,
+    require_fit,
+)
 from engine_actor.quant.recipe import Method, Recipe, fixed_recipe
 
 QWEN_7B = {
@@ -77,23 +88,48 @@ def test_what_fits_is_let_through_and_what_does_not_is_told_what_would():
     require_fit(config, plan, plan.total)
     with pytest.raises(
         PlanError,
-        match=r"w4 needs .* MiB, the budget is 4,096 MiB; this fits: --recipe mixed --group 64",
+        match=r"w4 needs .* MiB, the budget is 4,096 MiB; this fits: "
+        r"--recipe mixed --group 128 --embedding-bits 4 \(",
     ):
         require_fit(config, plan, 4 << 30)
     with pytest.raises(
-        PlanError, match="the smallest recipe, --recipe w3 --group 128 --embedding-bits 4, needs"
+        PlanError,
+        match="the smallest recipe, --recipe w3 --group 128 --embedding-bits 4 --head-bits 4",
     ):
         require_fit(config, plan, 1 << 30)
 
 
-@pytest.mark.parametrize("budget", [3_300 * MIB, 3_700 * MIB, 4_100 * MIB])
+def test_a_card_needs_room_for_more_than_weights_and_cache():
+    """The reserve of 384 MiB, and a step as the engine's own plan has it."""
+    config = config_7b()
+    plan = make_plan(config, fixed_recipe("mixed", 128))
+    assert 450 * MIB < engine_bytes(config) == plan.beside < 600 * MIB
+    assert plan.total == plan.layers + plan.tables + plan.vectors + plan.kv_floor + plan.beside
+
+
+def test_an_embedding_and_a_head_have_grids_of_their_own():
+    config = config_7b()
+    recipe = replace(fixed_recipe("mixed", 128), embedding=FOUR_BITS)
+    row = 3584 // 2 + 2 * 3584 // 64
+    assert make_plan(config, recipe).tables == 152064 * (row + 3584 + 2)
+    assert recipe.described()["head"] == {"bits": 8, "group": -1, "offsets": False}
+    tied = ModelConfig.from_hf(
+        {**tiny_config("qwen2", **QWEN_7B), "tie_word_embeddings": True}, None
+    )
+    assert make_plan(tied, recipe).tables == 152064 * row
+
+
+@pytest.mark.parametrize("budget", [3_730 * MIB, 4_000 * MIB, 4_400 * MIB])
 def test_the_recipe_that_is_named_does_fit(budget):
     config = config_7b()
     with pytest.raises(PlanError) as caught:
         require_fit(config, make_plan(config, fixed_recipe("w4", 64)), budget)
     words = str(caught.value).split("this fits: ")[1].split()
-    table = Grid(4, 64) if "--embedding-bits" in words else Grid(8, -1)
-    named = Recipe("named", fixed_recipe(words[1], int(words[3])).grids, embedding=table)
+    tables = {
+        name: Grid(4, 64) if f"--{name}-bits" in words else Grid(8, -1)
+        for name in ("embedding", "head")
+    }
+    named = Recipe("named", fixed_recipe(words[1], int(words[3])).grids, **tables)
     assert make_plan(config, named).total <= budget
 
 
@@ -101,7 +137,7 @@ def test_the_plan_is_printed_with_its_budget():
     lines = make_plan(config_7b(), fixed_recipe("w4", 64)).lines(4 << 30)
     assert [line.split("MiB")[0].split()[-1] for line in lines][-1] == "4,096.0"
     assert "layers (w4, 4.250 bits a weight)" in lines[0]
-    assert f"{make_plan(config_7b(), fixed_recipe('w4', 64)).total / MIB:,.1f}" in lines[4]
+    assert f"{make_plan(config_7b(), fixed_recipe('w4', 64)).total / MIB:,.1f}" in lines[5]
 
 
 def test_the_measured_method_depends_on_the_bits_and_a_named_one_does_not():
