@@ -8,7 +8,7 @@
 // split K between them.
 // -DBF16, -DBATCHES: 8 rows of x each, -DCHUNK=64|32: columns a step, a divisor of the group, -DWIDE:
 // y in fp32, else in the element's type.
-#include "tensor_core.cuh"
+#include "w8_codes.cuh"
 
 constexpr int WARPS = 4;
 constexpr int STRIPS = 2;
@@ -17,33 +17,7 @@ constexpr int MINE = CHUNK / 4;  // columns of a chunk in one lane
 constexpr int STEPS = CHUNK / 16;
 constexpr int AHEAD = 4;  // chunks whose codes are in flight together
 
-#if WIDE
-using result = float;
-__device__ __forceinline__ result to_result(float x) { return x; }
-#else
-using result = element;
-__device__ __forceinline__ result to_result(float x) { return to_element(x); }
-#endif
-
-struct Codes {
-    Words<MINE> row[STRIPS][2];
-};
-
-__device__ __forceinline__ void to_operands(unsigned codes, unsigned& low, unsigned& high) {
-#if BF16
-    // 0x4b0000bb is 2^23 + bb in fp32; bf16 holds every 8-bit code exactly.
-    const unsigned flipped = codes ^ 0x80808080;
-    float value[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        value[i] = __uint_as_float(__byte_perm(flipped, 0x4b000000, 0x7440 + i)) - 8388736.f;
-    }
-    low = element_pair(value[0], value[1]);
-    high = element_pair(value[2], value[3]);
-#else
-    codes_to_halves(codes, low, high);
-#endif
-}
+using Codes = RowCodes<STRIPS, MINE>;
 
 __device__ __forceinline__ void multiply(const Codes& codes, const Words<2 * MINE> (&x)[BATCHES],
                                          float (&sums)[STRIPS][BATCHES][4]) {

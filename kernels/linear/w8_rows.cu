@@ -10,7 +10,7 @@
 // -DBF16, -DBATCHES: 8 rows of x each, -DWARPS, -DSTRIPS: 16 rows of W each, of a warp, -DWIDE: y in
 // fp32, else in the element's type.
 #include "async_copy.cuh"
-#include "tensor_core.cuh"
+#include "w8_codes.cuh"
 
 constexpr int CHUNK = 64;             // columns of a step
 constexpr int MINE = CHUNK / 4;       // of a row in one lane
@@ -24,33 +24,7 @@ constexpr int STAGE_BYTES = X_ROWS * X_BYTES;
 constexpr int PITCH = ROWS + 4;  // floats between two rows of x in the joined sums
 constexpr int PIECES = X_ROWS * CHUNK / 8;  // of 16 bytes, in a stage
 
-#if WIDE
-using result = float;
-__device__ __forceinline__ result to_result(float x) { return x; }
-#else
-using result = element;
-__device__ __forceinline__ result to_result(float x) { return to_element(x); }
-#endif
-
-struct Codes {
-    Words<MINE> row[STRIPS][2];
-};
-
-__device__ __forceinline__ void to_operands(unsigned codes, unsigned& low, unsigned& high) {
-#if BF16
-    // 0x4b0000bb is 2^23 + bb in fp32; bf16 holds every 8-bit code exactly.
-    const unsigned flipped = codes ^ 0x80808080;
-    float value[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        value[i] = __uint_as_float(__byte_perm(flipped, 0x4b000000, 0x7440 + i)) - 8388736.f;
-    }
-    low = element_pair(value[0], value[1]);
-    high = element_pair(value[2], value[3]);
-#else
-    codes_to_halves(codes, low, high);
-#endif
-}
+using Codes = RowCodes<STRIPS, MINE>;
 
 // x [m, columns], from its row first_x on: one step into a stage. Rows past m are zeros.
 __device__ __forceinline__ void stage_x(const element* x, int first_x, int m, int columns, int chunk,
