@@ -61,19 +61,32 @@ def test_quantize_prints_a_plan_then_a_report_and_eval_agrees(source, capsys):
 
 
 def test_auto_fits_what_it_was_told_to_fit(source, capsys):
-    budget = 550 << 10
+    beside = engine_bytes(open_checkpoint(source).config)
+    budget = beside + (550 << 10)
     assert convert(source, "out", "--recipe", "auto", "--fit", f"{budget}") == 0
     out = capsys.readouterr().out
     made = open_checkpoint(source.parent / "out")
     cache = 2 * 2 * 2 * 16 * 2 * 512
-    assert made.nbytes + cache <= budget
+    assert made.nbytes + cache + beside <= budget
     assert "budget" in out
 
 
-def test_four_bits_for_the_embedding_too(source):
-    assert convert(source, "out", "--embedding-bits", 4, "--offsets") == 0
+def test_a_budget_that_8_bits_exceed_gives_the_embedding_4(source, capsys):
+    budget = make_plan(open_checkpoint(source).config, fixed_recipe("w3", 32)).total - 100
+    flags = ("--recipe", "w3", "--group", 32, "--fit", budget)
+    assert convert(source, "out", *flags) == 0
     weights = dict(open_checkpoint(source.parent / "out").weights())
-    assert weights["embed"].bits == weights["head"].bits == 4
+    assert (weights["embed"].bits, weights["head"].bits) == (4, 8)
+    assert convert(source, "other", *flags, "--embedding-bits", 8) == 1
+    assert "the budget is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("head", [8, 4])
+def test_four_bits_for_the_embedding_and_for_the_head_apart(source, head):
+    flags = ("--embedding-bits", 4, "--head-bits", head, "--offsets")
+    assert convert(source, "out", *flags) == 0
+    weights = dict(open_checkpoint(source.parent / "out").weights())
+    assert (weights["embed"].bits, weights["head"].bits) == (4, head)
     assert weights["layers.0.o"].offsets is not None
 
 
