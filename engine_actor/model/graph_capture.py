@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -35,7 +36,7 @@ class CudaCapture:
             self.nbytes = 0
         before = self._free()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), no_collection():
             # thread_local: other threads may allocate and wait as they like meanwhile.
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
@@ -59,3 +60,17 @@ class CudaCapture:
 
     def _free(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python collects no garbage inside: what it destroys may free memory of the device, or unmap
+    it, and that breaks a capture off.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

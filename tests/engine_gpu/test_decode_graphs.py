@@ -5,6 +5,7 @@ its lengths and where the cache lies; a capture that fails costs nobody anything
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +208,24 @@ def test_a_capture_that_fails_costs_nobody_anything(
     loaded.runner.prepare_decode(MAX_ROWS, MAX_CONTEXT, True)
     assert texts(loaded.engine(max_num_seqs=16), crowd(), 12) == wanted
     assert loaded.runner.graph_counts.replays > 0
+
+
+def test_no_garbage_is_collected_in_a_capture() -> None:
+    """A pool of KV that dies in a cycle is unmapped by the collector: not in the middle of it."""
+    numbers, seen = torch.zeros(4, device="cuda"), []
+
+    def run() -> None:
+        seen.append(gc.isenabled())
+        numbers.add_(1)
+
+    capture = graph_capture.CudaCapture(numbers.device)
+    replay = capture(run)
+    with pytest.raises(ZeroDivisionError):
+        capture(lambda: run() or 1 / 0)
+    assert seen == [False, False]
+    assert gc.isenabled()
+    replay()
+    assert numbers.tolist() == [1, 1, 1, 1]
 
 
 def test_no_memory_for_a_graph(folder: Path) -> None:
