@@ -11,6 +11,8 @@ from safetensors import SafetensorError
 
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
+from engine_actor.quant.plan import engine_bytes, make_plan
+from engine_actor.quant.recipe import fixed_recipe
 from serve_app.cli import main
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the sun. " * 80
