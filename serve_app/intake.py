@@ -110,7 +110,7 @@ class Intake:
             prompt = await self.encode_messages(request.messages, served)
             job = chat_job(request, prompt, served, timeout_s, trace_id)
             return Accepted(job, "chat", wanted.warning)
-        prompts = await self.encode_prompts(request.prompts(), served)
+        prompts = await self.encode_prompts(request.prompts(), served, bool(request.echo))
         job = completion_job(request, prompts, served, self.http.max_logprobs, timeout_s, trace_id)
         return Accepted(job, "completion", wanted.warning)
 
@@ -160,9 +160,10 @@ class Intake:
         )
 
     async def encode_prompts(
-        self, prompts: tuple[PromptItem, ...], served: ServedModel
+        self, prompts: tuple[PromptItem, ...], served: ServedModel, echo: bool = False
     ) -> list[EncodedPrompt]:
-        """Prompts as ids and text. Raises ApiError naming `prompt`."""
+        """Prompts as ids and text; the text of ids only where it is echoed, since it costs a third
+        of the way in. Raises ApiError naming `prompt`."""
         for prompt in prompts:
             if not isinstance(prompt, str):
                 if len(prompt) > served.most_tokens:
@@ -170,7 +171,7 @@ class Intake:
                 require_ids(prompt, served.vocab_size, "prompt")
         size = sum(len(prompt) for prompt in prompts)
         try:
-            return await _off_loop(size, lambda: [self._encode(p, served) for p in prompts])
+            return await _off_loop(size, lambda: [self._encode(p, served, echo) for p in prompts])
         except TextTooLong:
             raise prompt_too_long(served, "prompt") from None
 
@@ -206,13 +207,14 @@ class Intake:
         """Ids as text, special tokens written out."""
         return await _off_loop(len(ids), lambda: self.tokenizer.decode(ids, skip_special=False))
 
-    def _encode(self, prompt: PromptItem, served: ServedModel) -> EncodedPrompt:
+    def _encode(self, prompt: PromptItem, served: ServedModel, echo: bool) -> EncodedPrompt:
         if isinstance(prompt, str):
             ids = encode_at_most(self.tokenizer.encode, prompt, served.most_tokens)
             if not ids:
                 raise ApiError("invalid_value", "prompt: has no tokens", "prompt")
             return EncodedPrompt(tuple(ids), prompt)
-        return EncodedPrompt(prompt, self.tokenizer.decode(prompt, skip_special=False))
+        text = self.tokenizer.decode(prompt, skip_special=False) if echo else ""
+        return EncodedPrompt(prompt, text)
 
     def _parse(
         self, kind: type[R], body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]

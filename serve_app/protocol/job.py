@@ -11,7 +11,7 @@ from engine_actor.messages import Submit
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """One prompt. `text` is what `echo` gives back."""
+    """One prompt. `text` is what `echo` gives back; of ids it may be empty where nobody echoes."""
 
     ids: tuple[int, ...]
     text: str
