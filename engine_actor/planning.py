@@ -19,6 +19,7 @@ from engine_actor.load.footprint import (
     WeightBytes,
     all_in_strips,
     has_gated,
+    head_of,
     weight_bytes,
     with_small_embedding,
 )
@@ -59,11 +60,13 @@ def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: i
     exact = config.numerics == "exact"
     weights = weight_bytes(model, checkpoint.entries, dtype.itemsize, exact)
     packed = not exact and sm >= LEAST_SM and all_in_strips(model, checkpoint.entries)
+    head_bits, head_rows = head_of(model, checkpoint.entries)
     shape = StepShape(
         model=model,
         vocab_size=checkpoint.usable_vocab_size(),
         item_bytes=dtype.itemsize,
-        head_bits=_head_bits(checkpoint),
+        head_bits=head_bits,
+        head_rows=head_rows,
         sm=sm,
         streams=STREAMS_OF_A_PAIR if config.enable_prefill_decode_overlap else 1,
         partial_prefills=config.max_partial_prefills,
@@ -145,11 +148,6 @@ def _pool_bytes(
         # torch holds the layers; while one grows it is there twice.
         return blocks * (sum(arrays) + max(arrays))
     return ops.full_bytes(arrays, blocks, card.granularity)
-
-
-def _head_bits(checkpoint: Checkpoint) -> int:
-    name = "embed" if checkpoint.config.tie_embeddings else "head"
-    return next((entry.bits for entry in checkpoint.entries if entry.name == name), 0)
 
 
 def render(plan: CardPlan) -> str:

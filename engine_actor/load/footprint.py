@@ -18,6 +18,8 @@ from engine_actor.model.config import ModelConfig
 NORM_BYTES = 4
 """Norms are kept in fp32."""
 TABLES = ("embed", "head")
+FEW_ROWS, BATCH_ROWS, MANY_ROWS = 16, 256, 1 << 20
+"""Of x that kernels read an 8-bit head packed for: in groups, with one scale a row; and strips."""
 SMALL_GROUP = 64
 """Of an embedding that `quantize --embedding-bits 4` makes."""
 ALIGNMENT = 512
@@ -81,6 +83,18 @@ def all_in_strips(config: ModelConfig, entries: Iterable[Entry]) -> bool:
     return bool(linears) and all(
         entry.bits and _refuse_strips(entry, pieces[entry.name]) is None for entry in linears
     )
+
+
+def head_of(config: ModelConfig, entries: Iterable[Entry]) -> tuple[int, int]:
+    """(bits of the head, rows of x that it is read packed for)."""
+    name = "embed" if config.tie_embeddings else "head"
+    entry = next((entry for entry in entries if entry.name == name), None)
+    if entry is None or not entry.bits:
+        return 0, 0
+    piece = _Piece(name, config.vocab_size, config.hidden)
+    if entry.bits != 8:
+        return entry.bits, 0 if _refuse_strips(entry, piece) else MANY_ROWS
+    return 8, BATCH_ROWS if _group(entry, piece) == config.hidden else FEW_ROWS
 
 
 def has_gated(entries: Iterable[Entry]) -> bool:

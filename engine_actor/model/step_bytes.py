@@ -30,9 +30,8 @@ FLASH_ROWS, FLASH_PARTS = 64, 4
 """Rows of a part of torch's attention, and parts for each multiprocessor where keys are split."""
 ATTENTION_ROOM = 4 * MIB
 """Parts of decoded sequences, joined in the same launch."""
-FEW_HEAD_ROWS = 256
 HEAD_SLICE_ROWS = 8192
-"""An 8-bit head of more rows than FEW_HEAD_ROWS is made dense so many out-features at a time."""
+"""An 8-bit head of more rows than its kernels take is made dense so many out-features at a time."""
 SAMPLER_REST = MIB
 """Parameters, histories and replies of sampled rows."""
 POSITIONS_AT_ONCE = 1024
@@ -50,6 +49,7 @@ stream, of the graphs and of what was loaded are not full.
 class StepShape:
     """What a step's memory depends on beside the settings. item_bytes: of an activation. sm: of the
     card. streams: that multiply. partial_prefills: prompts in one chunk. head_bits: 0 for dense.
+    head_rows: of x, that the head is read packed for.
     graphs: whether decode steps are captured. in_strips: whether every linear of the layers is read
     packed at any number of rows. gated: whether gate and up are one linear that gives the product.
     """
@@ -58,6 +58,7 @@ class StepShape:
     vocab_size: int
     item_bytes: int
     head_bits: int
+    head_rows: int
     sm: int
     streams: int
     partial_prefills: int
@@ -66,11 +67,6 @@ class StepShape:
     small_workspaces: bool = False
     in_strips: bool = False
     gated: bool = False
-
-    @property
-    def multiplies_dense(self) -> bool:
-        """Whether cuBLAS is called at all."""
-        return not self.in_strips or not self.head_bits
 
 
 def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
@@ -88,7 +84,7 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
     yield Part("sampler", sampler_bytes(rows, shape.vocab_size) + SAMPLER_REST)
     yield Part("position tables", table_bytes(shape.model, settings.max_model_len), "", True)
     streams = multiplying(shape)
-    if shape.multiplies_dense or rows > FEW_HEAD_ROWS:
+    if not shape.in_strips or rows > shape.head_rows:
         yield Part("library workspaces", workspace_bytes(shape), f"{streams} streams")
     yield Part("allocator's pages", (streams + 1) * PAGE_BYTES, f"of {streams + 1} streams", True)
 
@@ -129,7 +125,7 @@ def decode_bytes(shape: StepShape, rows: int) -> int:
     """Peak of a decode batch."""
     model = shape.model
     head = 0
-    if shape.head_bits == 8 and rows > FEW_HEAD_ROWS:
+    if shape.head_bits == 8 and rows > shape.head_rows:
         head = HEAD_SLICE_ROWS * model.hidden * (8 + shape.item_bytes)
         head += rows * shape.vocab_size * shape.item_bytes
     return rows * (row_bytes(shape) + 4 * shape.vocab_size) + head + ATTENTION_ROOM

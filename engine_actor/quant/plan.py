@@ -110,6 +110,7 @@ def engine_bytes(config: ModelConfig) -> int:
         vocab_size=config.vocab_size,
         item_bytes=2,
         head_bits=8,
+        head_rows=SEQUENCES,
         sm=86,
         streams=3,
         partial_prefills=1,

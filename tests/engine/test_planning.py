@@ -12,6 +12,7 @@ from configs.schema import AppArgs
 from engine_actor import build, planning
 from engine_actor.build import context_in
 from engine_actor.errors import CheckpointError
+from engine_actor.load.footprint import head_of
 from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.kv_store import kv_bytes_per_block
 from engine_actor.model.ledger import MIB
@@ -93,6 +94,21 @@ def test_packed_models_call_no_library_and_plan_no_room_for_one() -> None:
     # The dense slice, and two more matrices of the MLP's width.
     assert dense["prompt chunk"] - packed["prompt chunk"] > 48 * MIB
     assert parts(SHAPES["3b"], max_num_seqs=300)["library workspaces"] > 30 * MIB
+
+
+def test_the_head_says_how_many_rows_it_is_read_packed_for() -> None:
+    def of(shape: Shape, **changed: Any) -> tuple[int, int]:
+        found = random_checkpoint(shape, CPU)
+        entries = [
+            replace(entry, **changed) if entry.name in ("embed", "head") else entry
+            for entry in found.entries
+        ]
+        return head_of(found.config, entries)
+
+    assert of(SHAPES["3b"]) == (8, 256)
+    assert of(SHAPES["7b"], group=32) == (8, 16)
+    assert of(SMALL_TABLES) == (4, 1 << 20)
+    assert of(SHAPES["7b"], bits=0, group=0) == (0, 0)
 
 
 def test_the_table_says_what_it_means() -> None:
