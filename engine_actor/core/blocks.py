@@ -12,7 +12,8 @@ import heapq
 
 class BlockPool:
     """Blocks 0..capacity-1. The lowest free id goes out first: runs stay contiguous, and the tail
-    empties by itself so that the pool can shrink.
+    empties by itself so that the pool can shrink. Blocks from `_fresh` to the capacity are free and
+    in no list: a heap of a large pool's would take milliseconds to give out a long prompt's.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -20,13 +21,14 @@ class BlockPool:
             raise ValueError(f"a pool needs at least one block, got {capacity}")
         self.capacity = capacity
         self._references = [0] * capacity
-        self._free = list(range(capacity))
+        self._free: list[int] = []
+        self._fresh = 0
         self._is_free = bytearray(b"\x01" * capacity)
 
     @property
     def n_free(self) -> int:
         """Blocks that take() can give out now."""
-        return len(self._free)
+        return len(self._free) + self.capacity - self._fresh
 
     def references(self, block: int) -> int:
         """How many holders `block` has."""
@@ -48,7 +50,11 @@ class BlockPool:
 
     def take(self) -> int:
         """Give out the lowest free block with one reference. Raises IndexError where none is."""
-        block = heapq.heappop(self._free)
+        if self._free or self._fresh == self.capacity:
+            block = heapq.heappop(self._free)
+        else:
+            block = self._fresh
+            self._fresh += 1
         self._is_free[block] = 0
         self._references[block] = 1
         return block
@@ -90,19 +96,27 @@ class BlockPool:
                 self._is_free[block] = 0
             self._free = [block for block in self._free if block < capacity]
             heapq.heapify(self._free)
+            self._fresh = min(self._fresh, capacity)
             return
         missing = capacity - len(self._references)
         if missing > 0:
             self._references.extend([0] * missing)
             self._is_free.extend(bytes(missing))
+        if not any(self._references[old:capacity]):
+            self._is_free[old:capacity] = b"\x01" * (capacity - old)
+            return
+        # Those that are held since before a shrink lie between the free ones.
+        for block in range(self._fresh, old):
+            heapq.heappush(self._free, block)
+        self._fresh = capacity
         for block in range(old, capacity):
             if not self._references[block]:
                 self.put_back(block)
 
     def check(self) -> None:
         """Raise AssertionError where the free list, its flags and the counts disagree."""
-        listed = set(self._free)
-        assert len(listed) == len(self._free), "a block is in the free list twice"
+        listed = {*self._free, *range(self._fresh, self.capacity)}
+        assert len(listed) == self.n_free, "a block is in the free list twice"
         flagged = {block for block, free in enumerate(self._is_free) if free}
         assert listed == flagged, f"free list and flags differ: {listed ^ flagged}"
         for block in listed:

@@ -6,6 +6,7 @@ new tokens go to positions that no other sequence has. Called by the scheduler o
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 
@@ -66,12 +67,24 @@ class KVManager:
 
     def cached_depth(self, seq: Sequence) -> int:
         """Leading blocks that match() would probably attach. Changes nothing but seq.block_hashes,
-        and costs O(log n) after the first call.
+        which reach the first block that is missing: a prompt that nobody has sent before costs one
+        digest here, and the others when it is computed. O(log n) after the first call.
         """
         if not self.prefix_cache:
             return 0
-        self._extend_hashes(seq, len(seq.tokens) // self.block_tokens)
-        return min(self._cache.depth(seq.block_hashes), self.shareable_blocks(seq))
+        full = len(seq.tokens) // self.block_tokens
+        depth = self._cache.depth(seq.block_hashes)
+        while depth == len(seq.block_hashes) < full:
+            self._extend_hashes(seq, depth + 1)
+            depth += self._cache.find(seq.block_hashes[depth]) is not None
+        return min(depth, self.shareable_blocks(seq))
+
+    def digest_of(self, seq: Sequence, index: int) -> bytes | None:
+        """Of a block and all before it; None where the tokens do not fill it."""
+        if (index + 1) * self.block_tokens > len(seq.tokens):
+            return None
+        self._extend_hashes(seq, index + 1)
+        return seq.block_hashes[index]
 
     def match(self, seq: Sequence) -> int:
         """Attach the longest cached prefix to a sequence without blocks. Sets its n_computed,
@@ -79,11 +92,9 @@ class KVManager:
         """
         if seq.blocks:
             raise ValueError(f"{seq.key} has blocks already")
-        limit = self.shareable_blocks(seq)
-        if limit:
-            self._extend_hashes(seq, limit)
         parent: CachedBlock | None = None
-        for index in range(limit):
+        for index in range(self.shareable_blocks(seq)):
+            self._extend_hashes(seq, index + 1)
             entry = self._cache.find(seq.block_hashes[index])
             if entry is None or not entry.holds(self._tokens_of(seq, index), parent, seq.salt):
                 break
@@ -221,7 +232,12 @@ class KVManager:
         return tuple(seq.tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
 
     def _extend_hashes(self, seq: Sequence, n_blocks: int) -> None:
-        hashes = seq.block_hashes
-        for index in range(len(hashes), n_blocks):
-            parent = hashes[-1] if hashes else root_digest(seq.salt)
-            hashes.append(self._digest(parent, self._tokens_of(seq, index)))
+        hashes, size = seq.block_hashes, self.block_tokens
+        first = len(hashes)
+        if first >= n_blocks:
+            return
+        digest = hashes[-1] if hashes else root_digest(seq.salt)
+        tokens = array("q", seq.tokens[first * size : n_blocks * size])
+        for start in range(0, len(tokens), size):
+            digest = self._digest(digest, tokens[start : start + size])
+            hashes.append(digest)
