@@ -44,7 +44,8 @@ def add_quantize(commands: Any) -> None:
         "--tune-steps",
         metavar="N",
         type=int,
-        help="steps of tuning the whole model towards its source (default 0; try 300 on a GPU)",
+        help="steps of tuning the whole model towards its source (default: up to 300 on a GPU, "
+        "as far as text and memory go; 0 on a CPU)",
     )
     parser.add_argument("--resume", action="store_true", help="go on with an unfinished run")
     _add_machine(parser)

@@ -37,7 +37,7 @@ from engine_actor.quant.texts import (
     token_rows,
 )
 from engine_actor.quant.tune import Tuning
-from engine_actor.quant.tune_choice import BATCH, choose_tuning
+from engine_actor.quant.tune_choice import BATCH, choose_tuning, default_steps
 
 Say = Callable[[str], None]
 TABLES = {8: EMBEDDING, 4: FOUR_BITS}
@@ -45,8 +45,8 @@ TABLES = {8: EMBEDDING, 4: FOUR_BITS}
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """The flags of `quantize` as they came. group None: the recipe's own; tune_steps None: none;
-    embedding_bits None: 8, and 4 where only so the recipe fits.
+    """The flags of `quantize` as they came. group None: the recipe's own; embedding_bits None: 8,
+    and 4 where only so the recipe fits; tune_steps None: see default_steps.
     """
 
     source: str
@@ -135,12 +135,13 @@ def _tuning(
     options: QuantizeOptions, checkpoint: Checkpoint, device: torch.device
 ) -> tuple[Tuning | None, str]:
     """(how to tune, a line about it)."""
-    steps = options.tune_steps or 0
-    if steps == 0:
+    if options.tune_steps == 0 or (options.tune_steps is None and device.type == "cpu"):
         return None, ""
     text = _rows(checkpoint, options.calibration, CALIBRATION, TUNING_ROWS)
-    wanted = Tuning(text, steps, batch=BATCH[device.type])
-    return choose_tuning(checkpoint.config, wanted, free_bytes(device))
+    asked, batch = options.tune_steps is not None, BATCH[device.type]
+    steps = options.tune_steps or default_steps(text.tokens.shape[0], batch)
+    wanted = Tuning(text, steps, batch=batch)
+    return choose_tuning(checkpoint.config, wanted, free_bytes(device), asked=asked)
 
 
 def evaluate(

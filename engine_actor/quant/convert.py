@@ -191,7 +191,8 @@ class _Run:
 
     def _rounded_table(self, name: str) -> PackedLinear:
         try:
-            return round_table(_stored(self._reader.top(name)), self._job.recipe.table(name))
+            table, job = _stored(self._reader.top(name)), self._job
+            return round_table(table, job.recipe.table(name), job.device)
         except ValueError as error:
             raise refusal(name, str(error)) from None
 

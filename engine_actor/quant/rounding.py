@@ -98,24 +98,27 @@ def relative_error(
     return float(error / whole.clamp_min(1e-30))
 
 
-def round_table(table: torch.Tensor, grid: Grid) -> PackedLinear:
+def round_table(
+    table: torch.Tensor, grid: Grid, device: torch.device | None = None
+) -> PackedLinear:
     """An embedding or a head [vocab, hidden] of any float dtype, rows apart, nearest codes.
 
-    Rows of padding (all zero) become zeros. A chunk of rows is in memory as fp32 at once.
-    ValueError where a number is not finite.
+    Rows of padding (all zero) become zeros. A chunk of rows is in memory as fp32 at once, on
+    `device`, by default the table's; the result is on the CPU. ValueError where a number is not
+    finite.
     """
     qweight, scales, offsets = [], [], []
     for rows in table.split(TABLE_ROWS):
-        weight = rows.float()
+        weight = rows.to(device=device or rows.device, dtype=torch.float32)
         if not bool(torch.isfinite(weight).all()):
             raise ValueError("holds NaN or infinity, nothing can be made of it")
         steps = (_row_steps if grid.bits == 8 else search_steps)(weight, grid)
         scale, offset = steps.per_column(weight.shape[1], grid.width(weight.shape[1]))
         codes = codes_of(weight, scale, offset, grid).to(torch.int8)
-        qweight.append(pack_codes(codes, grid.bits))
-        scales.append(steps.scales.to(torch.float16))
+        qweight.append(pack_codes(codes.cpu(), grid.bits))
+        scales.append(steps.scales.to(torch.float16).cpu())
         if steps.offsets is not None:
-            offsets.append(steps.offsets.to(torch.float16))
+            offsets.append(steps.offsets.to(torch.float16).cpu())
     return PackedLinear(
         grid.bits,
         grid.group,

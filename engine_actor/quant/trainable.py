@@ -17,12 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from engine_actor.model.config import ModelConfig
 from engine_actor.ops import PackedLinear, dequantise, pack_codes
-from engine_actor.quant.grid import Grid, grouped, half, half_scale
+from engine_actor.quant.grid import Grid, grouped
+from engine_actor.quant.gridded import Gridded, codes_at, offsets_at, scales_at
 from engine_actor.quant.plain_decoder import Places, decoder_layer, norm
 from engine_actor.quant.stream import LINEARS
 
 EDGE = 0.49
-"""How far from its code a latent weight may start or end: half a step is where codes change."""
+"""How far beyond the last code a latent weight may go: half a step is where codes change."""
+START = 0.3
+"""How far from its code a latent weight may start. GPTQ takes a code other than the nearest for
+many weights; set as close to the change as they can be, those would all flip in the first steps.
+"""
 LOGITS_AT_ONCE = 1 << 28
 """Logits that exist at once, of each of two models: 1 GiB as fp32."""
 
@@ -61,7 +66,7 @@ class TrainableLinear:
         if self._offsets is not None:
             shifted = shifted - self._offsets.unsqueeze(-1)
         wish = (shifted / self._scales.unsqueeze(-1)).reshape(codes.shape[0], -1)
-        miss = (wish[:, : codes.shape[1]] - codes).clamp_(-EDGE, EDGE)
+        miss = (wish[:, : codes.shape[1]] - codes).clamp_(-START, START)
         self.latent = (codes + miss).requires_grad_()
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,25 +83,13 @@ class TrainableLinear:
 
     def weight(self) -> torch.Tensor:
         """fp32 [N, K], exactly what packed() will mean."""
-        codes, scales, offsets = self._parts()
-        columns = codes.shape[1]
-        values = grouped(codes, self._grid.width(columns)) * scales.unsqueeze(-1)
-        if offsets is not None:
-            values = values + offsets.unsqueeze(-1)
-        return values.reshape(codes.shape[0], -1)[:, :columns]
-
-    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        wanted = self._scales * (1 + self.change)
-        scales = _passed(half_scale(wanted.detach()), wanted)
-        offsets = None
-        if self._offsets is not None:
-            moved = self._offsets + self._scales * self.shift
-            offsets = _passed(half(moved.detach()), moved)
-        if self.latent is None:
-            assert self._codes is not None
-            return self._codes.float(), scales, offsets
-        nearest = self.latent.detach().round().clamp_(self._grid.low, self._grid.high)
-        return _passed(nearest, self.latent), scales, offsets
+        latent = self._codes if self.latent is None else self.latent
+        assert latent is not None
+        weight = Gridded.apply(
+            latent, self.change, self.shift, self._scales, self._offsets, self._grid
+        )
+        assert isinstance(weight, torch.Tensor)
+        return weight
 
     @torch.no_grad()
     def confine(self) -> None:
@@ -107,10 +100,13 @@ class TrainableLinear:
     @torch.no_grad()
     def packed(self) -> PackedLinear:
         """As it stands now, on the CPU."""
-        codes, scales, offsets = self._parts()
+        codes = self._codes if self.latent is None else codes_at(self.latent, self._grid)
+        assert codes is not None
+        scales = scales_at(self._scales, self.change)
+        offsets = offsets_at(self._offsets, self._scales, self.shift)
         return replace(
             self._packed,
-            qweight=pack_codes(codes.round().to(torch.int8).cpu(), self._grid.bits),
+            qweight=pack_codes(codes.to(torch.int8).cpu(), self._grid.bits),
             scales=scales.to(torch.float16).cpu(),
             offsets=None if offsets is None else offsets.to(torch.float16).cpu(),
         )

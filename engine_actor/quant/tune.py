@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_actor.load.progress import Progress
+from engine_actor.load.refusal import refusal
+from engine_actor.quant.slopes import Capture, Slopes
 from engine_actor.quant.texts import TokenRows
 from engine_actor.quant.trainable import TrainableModel, divergence
 
@@ -38,10 +40,10 @@ class Rates:
     norm relative to itself.
     """
 
-    codes: float = 4e-3
-    offsets: float = 4e-3
-    scales: float = 5e-4
-    norms: float = 5e-4
+    codes: float = 8e-3
+    offsets: float = 8e-3
+    scales: float = 1e-3
+    norms: float = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +75,7 @@ class Tuning:
 class Target:
     """What to come close to. embedded fp32 [S, T, hidden]: the text before layer 0 by our
     embedding; wanted: the source's last normed hidden states, likewise; heads fp32 [vocab, hidden].
+    All on the device that tunes.
     """
 
     embedded: torch.Tensor
@@ -100,11 +103,14 @@ def tune(
     tuning: Tuning,
     folder: Path,
     progress: Progress,
+    capture: Capture | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Tuned:
-    """Train `model` in place. folder: where an unfinished state is kept and looked for."""
-    run = _Run(model, target, tuning, folder)
-    with _tensor_cores():
+    """Train `model` in place. folder: where an unfinished state is kept and looked for. capture:
+    see Slopes. Raises CheckpointError where a loss is no number.
+    """
+    run = _Run(model, target, tuning, folder, capture)
+    with tensor_cores():
         before = run.held_out()
         saved = clock()
         for step in range(run.restore(), tuning.steps):
@@ -118,7 +124,7 @@ def tune(
 
 
 @contextmanager
-def _tensor_cores() -> Iterator[None]:
+def tensor_cores() -> Iterator[None]:
     """A GPU's products of fp32 numbers by ten bits of mantissa: those of the head, mostly."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -139,7 +145,14 @@ def share_of_rate(step: int, steps: int) -> float:
 class _Run:
     """Batches, optimiser and saved state of one tuning."""
 
-    def __init__(self, model: TrainableModel, target: Target, tuning: Tuning, folder: Path) -> None:
+    def __init__(
+        self,
+        model: TrainableModel,
+        target: Target,
+        tuning: Tuning,
+        folder: Path,
+        capture: Capture | None,
+    ) -> None:
         self._model = model
         self._target = target
         self._tuning = tuning
@@ -153,17 +166,25 @@ class _Run:
         for kind, leaf in model.parameters():
             groups.setdefault(kind, []).append(leaf)
         self._kinds = list(groups)
+        self._on_gpu = target.embedded.is_cuda
         self._adam = torch.optim.Adam(
-            [{"params": leaves} for leaves in groups.values()], betas=(0.9, 0.95), eps=EPSILON
+            [{"params": leaves} for leaves in groups.values()],
+            betas=(0.9, 0.95),
+            eps=EPSILON,
+            fused=self._on_gpu,
         )
+        batch = target.embedded[: self._batch]
+        self._slopes = Slopes(self._loss, self._leaves, batch, capture)
 
     def step(self, step: int) -> None:
         """One batch."""
         share = share_of_rate(step, self._tuning.steps)
         for kind, group in zip(self._kinds, self._adam.param_groups, strict=True):
             group["lr"] = share * getattr(self._tuning.rates, kind)
-        self._adam.zero_grad(set_to_none=True)
-        torch.autograd.backward(self._mean(self._rows(step)))
+        rows = self._rows(step).to(self._target.embedded.device)
+        loss = self._slopes(self._target.embedded[rows], self._target.wanted[rows])
+        if not math.isfinite(loss):
+            raise refusal("--tune-steps", f"the loss of step {step} is {loss}; 0 converts without")
         self._adam.step()
         self._model.confine()
 
@@ -178,16 +199,18 @@ class _Run:
     @torch.no_grad()
     def held_out(self) -> float:
         """Mean KL on the rows that are never trained on."""
-        rows = torch.arange(self._target.embedded.shape[0])[self._train :]
-        rows = rows if len(rows) else torch.arange(self._train)
-        parts = rows.split(self._batch)
-        return sum(float(self._mean(part)) * len(part) for part in parts) / len(rows)
+        count = self._target.embedded.shape[0]
+        rows = slice(self._train, count) if self._train < count else slice(0, count)
+        embedded, wanted = self._target.embedded[rows], self._target.wanted[rows]
+        pairs = zip(embedded.split(self._batch), wanted.split(self._batch), strict=True)
+        return sum(float(self._loss(*pair)) * len(pair[0]) for pair in pairs) / len(embedded)
 
-    def _mean(self, rows: torch.Tensor) -> torch.Tensor:
-        target, device = self._target, self._target.head.device
-        hidden = self._model(target.embedded[rows].to(device)).flatten(0, 1)
-        wanted = target.wanted[rows].to(device).flatten(0, 1)
-        return divergence(hidden, target.head, wanted, target.their_head) / hidden.shape[0]
+    def _loss(self, embedded: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """Mean KL of a batch."""
+        target = self._target
+        hidden = self._model(embedded).flatten(0, 1)
+        total = divergence(hidden, target.head, wanted.flatten(0, 1), target.their_head)
+        return total / hidden.shape[0]
 
     def save(self, done: int) -> None:
         """After `done` steps, whole or not at all."""
@@ -211,7 +234,7 @@ class _Run:
         for i, leaf in enumerate(self._leaves):
             leaf.copy_(found[f"{i}.value"])
             self._adam.state[leaf] = {
-                "step": torch.tensor(float(done)),
+                "step": torch.tensor(float(done), device=leaf.device if self._on_gpu else "cpu"),
                 "exp_avg": found[f"{i}.mean"].to(leaf.device),
                 "exp_avg_sq": found[f"{i}.square"].to(leaf.device),
             }

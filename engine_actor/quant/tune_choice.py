@@ -15,13 +15,24 @@ from engine_actor.quant.tune import Tuning
 
 BATCH = {"cuda": 8, "cpu": 2}
 """Rows of a step by kind of device."""
+MOST_STEPS = 300
+"""Where the user names no number: a 135M gains little from more."""
+MOST_EPOCHS = 8
+"""Likewise how often a row is seen; a model learns a short text by heart."""
 SHARE = 0.9
 """Of the free memory that may be counted on; the rest is fragments."""
 
 
-def choose_tuning(config: ModelConfig, wanted: Tuning, free: int) -> tuple[Tuning, str]:
-    """(what fits into `free` bytes of the device, a line about it). Raises CheckpointError where
-    nothing does.
+def default_steps(rows: int, batch: int) -> int:
+    """Steps of `batch` rows over a text of so many."""
+    return max(1, min(MOST_STEPS, MOST_EPOCHS * rows // batch))
+
+
+def choose_tuning(
+    config: ModelConfig, wanted: Tuning, free: int, *, asked: bool = True
+) -> tuple[Tuning | None, str]:
+    """(what fits into `free` bytes of the device, a line about it). Where nothing fits, None; or
+    CheckpointError if the user has `asked` for it.
     """
     usable = int(free * SHARE)
     codes, scales = (needed_bytes(config, replace(wanted, codes=both)) for both in (True, False))
@@ -33,6 +44,8 @@ def choose_tuning(config: ModelConfig, wanted: Tuning, free: int) -> tuple[Tunin
         line = f"  tuned as a whole in {wanted.steps} steps, scales only{why}"
         return replace(wanted, codes=False), line
     need = f"tuning takes {scales // MIB:,} MiB, {of_it}"
+    if not asked:
+        return None, f"  not tuned as a whole: {need}"
     raise refusal(f"--tune-steps {wanted.steps}", f"{need}; 0 converts without")
 
 
@@ -41,10 +54,11 @@ def needed_bytes(config: ModelConfig, tuning: Tuning) -> int:
 
     Trained codes are four fp32 numbers a weight (value, gradient, Adam's two), kept codes a byte;
     scales are a few percent of that. One layer is dequantised at once, forwards and backwards: six
-    fp32 copies. Activations: a hidden state per layer, and one layer's own, twice. Two heads, and
-    four sets of logits.
+    fp32 copies. Activations: a hidden state per layer, and one layer's own, twice; a recorded graph
+    has memory of its own for all that lives within a step, gradients among it. Two heads, and four
+    sets of logits. The whole text before the first layer and behind the last.
     """
-    length = tuning.text.tokens.shape[1]
+    rows, length = tuning.text.tokens.shape
     tokens = tuning.batch * length
     weights = layer_weights(config)
     layer = weights // config.n_layers
@@ -53,5 +67,7 @@ def needed_bytes(config: ModelConfig, tuning: Tuning) -> int:
     scores = 4 * config.n_heads * length
     activations = tokens * 4 * (config.n_layers * config.hidden + 2 * (wide + scores))
     logits = 4 * 4 * min(LOGITS_AT_ONCE, tokens * config.vocab_size)
+    text = 2 * 4 * rows * length * config.hidden
     tables = 2 * 4 * config.vocab_size * config.hidden
-    return weights * (16 if tuning.codes else 2) + 24 * layer + activations + logits + tables
+    trained = weights * (16 if tuning.codes else 2)
+    return trained + 24 * layer + activations + logits + text + tables

@@ -5,7 +5,7 @@ Knows checkpoints and rounded layers; how tuning works is tune.py's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,17 @@ import torch
 
 from engine_actor.load.checkpoint import Checkpoint
 from engine_actor.load.progress import Progress
+from engine_actor.model.graph_capture import CudaCapture
+from engine_actor.model.memory import TorchAllocator
 from engine_actor.ops import PackedLinear, dequantise
 from engine_actor.quant.evaluate import embed
 from engine_actor.quant.forward import linear
 from engine_actor.quant.plain_decoder import Places, RowsFn, decoder_layer, norm
+from engine_actor.quant.slopes import Capture
 from engine_actor.quant.stored_layer import stored_tensors
 from engine_actor.quant.stream import Dense, LayerReader, LayerWeights, as_matrix
 from engine_actor.quant.trainable import TrainableLayer, TrainableModel
-from engine_actor.quant.tune import Target, Tuned, Tuning, tune
+from engine_actor.quant.tune import Target, Tuned, Tuning, tensor_cores, tune
 
 PackedLayer = tuple[Mapping[str, PackedLinear], Mapping[str, torch.Tensor]]
 """Linears and norms by short names."""
@@ -70,14 +73,15 @@ def tune_rounded(
     tokens, device = tuning.text.tokens, rounding.device
     last = rounding.reader.top("norm")
     assert isinstance(last, torch.Tensor)
-    target = _target(rounding, tuning, progress)
+    with tensor_cores():
+        target = _target(rounding, tuning, progress)
     trained = []
     for index, (packed, norms) in enumerate(layers):
         source = rounding.reader.layer(index).linears if tuning.codes else {}
         weights = {name: one.weight for name, one in source.items()}
         trained.append(TrainableLayer(rounding.source.config, packed, weights, norms, device))
     model = TrainableModel(rounding.source.config, trained, last, tokens.shape[1], device)
-    tuned = tune(model, target, tuning, folder, progress)
+    tuned = tune(model, target, tuning, folder, progress, _capture(device))
     if not tuned.kept:
         kept = [stored_tensors(packed, norms) for packed, norms in layers]
         return TunedLayers(kept, last, tuning, tuned)
@@ -91,12 +95,25 @@ def tune_rounded(
     return TunedLayers(found, model.norm.stored(), tuning, tuned)
 
 
+def _capture(device: torch.device) -> Capture | None:
+    """Into a graph, where there is a GPU; what earlier work keeps for later is given back first."""
+    if device.type != "cuda":
+        return None
+    capture = CudaCapture(device)
+
+    def emptied(run: Callable[[], None]) -> Callable[[], None]:
+        TorchAllocator(device).empty_cache()
+        return capture(run)
+
+    return emptied
+
+
 def _target(rounding: Rounding, tuning: Tuning, progress: Progress) -> Target:
     """The source's answers on the text, by plain fp32 a layer at a time."""
     config, device, reader = rounding.source.config, rounding.device, rounding.reader
     tokens, used = tuning.text.tokens, rounding.source.usable_vocab_size()
     table = reader.top("embed")
-    hidden = embed(table, tokens)
+    hidden = embed(table, tokens).to(device)
     places = Places.of(config, tokens.shape[1], device)
     parts = [slice(i, i + tuning.batch) for i in range(0, len(hidden), tuning.batch)]
     for index in range(config.n_layers):
@@ -105,15 +122,14 @@ def _target(rounding: Rounding, tuning: Tuning, progress: Progress) -> Target:
         linears = {name: linear(one) for name, one in weights.linears.items()}
         norms = {name: _norm(weight, config.rms_eps) for name, weight in weights.norms.items()}
         for part in parts:
-            behind = decoder_layer(config, linears, norms, hidden[part].to(device), places)
-            hidden[part] = behind.to(hidden.device)
+            hidden[part] = decoder_layer(config, linears, norms, hidden[part], places)
     progress("source", config.n_layers, config.n_layers)
     last = reader.top("norm")
     assert isinstance(last, torch.Tensor)
-    wanted = norm(hidden, last.float(), config.rms_eps)
+    wanted = norm(hidden, last.float().to(device), config.rms_eps)
     head = table if config.tie_embeddings else reader.top("head")
     ours, theirs = (as_matrix(one)[:used].to(device) for one in (rounding.head, head))
-    return Target(embed(rounding.table, tokens), wanted, ours, theirs)
+    return Target(embed(rounding.table, tokens).to(device), wanted, ours, theirs)
 
 
 def _norm(weight: torch.Tensor, eps: float) -> RowsFn:

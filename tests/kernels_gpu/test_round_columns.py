@@ -62,7 +62,7 @@ def test_a_block_that_is_too_wide_is_refused():
 def test_a_model_is_converted_and_tuned_on_a_gpu(make_job, tmp_path):
     job = make_job("qwen2", "w3", head_std=0.3)
     plain = convert(job, tmp_path / "cpu", silent)
-    rates = Rates(3e-3, 1e-2, 3e-3, 3e-3)
+    rates = Rates(1e-2, 1e-2, 3e-3, 3e-3)
     tuning = Tuning(token_rows(160, 32, 3), 50, batch=8, rates=rates)
     there = dataclasses.replace(job, device=GPU, tuning=tuning)
     report = convert(there, tmp_path / "gpu", silent)

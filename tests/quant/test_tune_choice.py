@@ -14,7 +14,7 @@ from engine_actor.quant import command
 from engine_actor.quant.command import QuantizeOptions
 from engine_actor.quant.plan import layer_weights
 from engine_actor.quant.tune import Tuning
-from engine_actor.quant.tune_choice import choose_tuning, needed_bytes
+from engine_actor.quant.tune_choice import choose_tuning, default_steps, needed_bytes
 from tests.quant.conftest import token_rows
 from tests.quant.test_plan import config_7b
 
@@ -53,6 +53,9 @@ def test_it_falls_back_with_a_reason(free, codes, line):
 def test_what_was_asked_for_and_cannot_be_is_refused_in_one_line():
     with pytest.raises(CheckpointError, match=r"^--tune-steps 100: .* 0 converts without$"):
         choose_tuning(config_7b(), TUNING, 10 * GIB)
+    chosen, said = choose_tuning(config_7b(), TUNING, 10 * GIB, asked=False)
+    assert chosen is None
+    assert said.startswith("  not tuned as a whole: tuning takes ")
 
 
 def test_the_bound_holds_what_is_held_at_a_tiny_size():
@@ -60,6 +63,11 @@ def test_the_bound_holds_what_is_held_at_a_tiny_size():
     config = ModelConfig.from_hf(tiny_config("llama"), None)
     held = 16 * layer_weights(config) + 2 * 4 * config.vocab_size * config.hidden
     assert needed_bytes(config, TUNING) > held
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(256, 256), (4000, 300), (60, 60), (1, 1)])
+def test_a_short_text_is_not_learnt_by_heart(rows, steps):
+    assert default_steps(rows, 8) == steps
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(None, None), (0, None), (3, 3)])
