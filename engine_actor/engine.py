@@ -34,6 +34,7 @@ from engine_actor.messages import Cancel, Evict, Extra, Flag, Limit, Load, Submi
 from engine_actor.model.runner_protocol import Runner
 from engine_actor.model.sampler import Sampler
 from engine_actor.pipeline import Pipeline, make_feed
+from engine_actor.pool import Pool
 from engine_actor.recorder import Recorder
 from engine_actor.work.base import WorkContext, no_fault
 from engine_actor.work.elastic import ElasticKV
@@ -72,6 +73,7 @@ class Engine:
             scheduler_limits(config, facts, depth, runner.n_layers), self.kv, self.clock
         )
         self.elastic = ElasticKV(runner, facts.kv_first_blocks, facts.kv_blocks)
+        self._pool = Pool(self.scheduler, self.kv, self.elastic, facts.kv_blocks)
         self.pair = pair or share_device(
             runner.device, wanted_mode(config), config.overlap_max_ctas
         )
@@ -82,7 +84,6 @@ class Engine:
         self._events = EventLog()
         self._recorder = Recorder(self.metrics)
         self._step_us = 0
-        self._pool_cut = False
         context = WorkContext(
             runner=runner,
             sampler=sampler,
@@ -192,6 +193,9 @@ class Engine:
         self._pipeline.drop()
         for finished in self.scheduler.abort_all(code):
             self._end(finished.seq, finished.reason, code)
+        # Those that the scheduler ended in the very step that broke off.
+        for seq in list(self._live.values()):
+            self._end(seq, FinishReason.ERROR, code)
         return self.take_events()
 
     def _submit(self, client: str, message: Submit) -> str | None:
@@ -205,6 +209,7 @@ class Engine:
         if self._tombstones.take(key):
             self._events.refuse(*key, Flag.CANCELLED, CANCELLED)
             return None
+        self._pool.restore()
         try:
             self.scheduler.add(seq)
         except (Overloaded, ContextLengthExceeded) as error:
@@ -235,7 +240,7 @@ class Engine:
             self._finished(end, failures.get(end.seq.key))
         for key in report.grounded:
             self._grounded(key)
-        self._fit_tensors()
+        self._pool.fit()
 
     def _accepted(self, sample: SampledToken, n_before: int, last_token_at: float | None) -> None:
         seq = self._live[sample.key]
@@ -274,22 +279,11 @@ class Engine:
         if seq is None:
             return
         held = len(seq.blocks)
-        self._pool_cut = True
-        self.scheduler.resize(max(1, self.elastic.n_blocks))
-        if held <= self.elastic.n_blocks:
+        if held <= self._pool.cut():
             self.scheduler.evict(key, requeue=True)
         elif self.scheduler.evict(key, requeue=False) is not None:
             self.metrics.add("oom_isolated_total")
             self._end(seq, FinishReason.OOM, OutOfMemory.code, blocks=(held, self.kv.n_free))
-
-    def _fit_tensors(self) -> None:
-        """After a shrink of the pool: give memory back once nobody uses the tail."""
-        if self.elastic.n_blocks > self.kv.capacity and self.kv.extent <= self.kv.capacity:
-            self.elastic.shrink(self.kv.capacity)
-        if self._pool_cut and not self.scheduler.has_work:
-            # Whoever took the memory may be gone by now: let the next requests try again.
-            self._pool_cut = False
-            self.scheduler.resize(self.facts.kv_blocks)
 
     def _gauges(self) -> None:
         stats = self.scheduler.stats

@@ -14,8 +14,9 @@ from engine_actor.core.sequence import Sequence
 
 
 class PoolCapacity:
-    """Elastic capacity. The pool never shrinks below what the largest live request needs, or that
-    request could not end; the rest of the shrink follows when it has.
+    """Elastic capacity. A limit never shrinks the pool below what the largest live request needs,
+    or that one could not end; the rest of the shrink follows when it has. The base is what there
+    is: no live request changes that.
     """
 
     def __init__(self, roster: Roster, kv: KVManager) -> None:
@@ -24,6 +25,8 @@ class PoolCapacity:
         self._base_blocks = kv.capacity
         self._fraction = 1.0
         self._shrunk = False
+        self.too_small = False
+        """A live request may need more than the base; those that come later cannot."""
 
     @property
     def target_blocks(self) -> int:
@@ -40,6 +43,7 @@ class PoolCapacity:
     def set_base(self, n_blocks: int) -> None:
         """Change the base itself."""
         require_positive("n_blocks", n_blocks)
+        self.too_small = False
         self._base_blocks = n_blocks
         self._fit()
 
@@ -59,7 +63,8 @@ class PoolCapacity:
         if wanted < self._kv.capacity:
             needs = (tokens_needed(seq) for seq in self._roster.live.values())
             largest = self._kv.blocks_for(max(needs, default=1))
-            wanted = max(wanted, min(largest, self._kv.capacity))
+            self.too_small = self.too_small or largest > self._base_blocks
+            wanted = min(self._base_blocks, max(wanted, min(largest, self._kv.capacity)))
         if wanted < self._kv.capacity:
             self._shrunk = True
         if wanted != self._kv.capacity:

@@ -146,7 +146,9 @@ class Scheduler:
         self.limits = limits
 
     def resize(self, n_blocks: int) -> None:
-        """Change the pool that `limit` takes its fraction of (the elastic KV budget)."""
+        """Change the pool that `limit` takes its fraction of: what there is. A live request that
+        comes to need more than all of it ends `oom`.
+        """
         self._capacity.set_base(n_blocks)
 
     def victim(self, among: Iterable[Key]) -> Key:
@@ -230,8 +232,17 @@ class Scheduler:
         """Preempt what a lowered limit has no room for."""
         for seq in self._capacity.take_displaced():
             draft.preempt(seq)
+        if self._capacity.too_small:
+            self._refuse_larger_than_all(draft)
         while len(self._roster.running) > self.limits.max_num_seqs:
             draft.preempt(self._roster.running.last)
+
+    def _refuse_larger_than_all(self, draft: StepDraft) -> None:
+        """Those that wait with more tokens than the whole pool holds would hold up all others."""
+        for seq in tuple(self._roster.waiting):
+            blocks = self._kv.blocks_for(len(seq.tokens))
+            if blocks > self._kv.capacity and not seq.in_flight:
+                draft.refuse(seq, OutOfMemory.code, blocks, self._kv.n_free)
 
     def _plan_decode(self, draft: StepDraft) -> None:
         """One slot for each decoding sequence, first in rank first: whoever is preempted for room
@@ -261,6 +272,9 @@ class Scheduler:
                 return False
             victim = self._roster.running.last
             if victim is seq and len(self._roster.running) == 1:
+                if seq.in_flight:
+                    # The token that is still on its way may end it well.
+                    return False
                 # It cannot ever go on. The checks at the door exclude this; never wait in silence.
                 blocks = self._kv.blocks_for(needed)
                 draft.refuse(seq, OutOfMemory.code, blocks, self._kv.n_free)

@@ -162,6 +162,28 @@ def test_the_pool_grows_and_shrinks_with_its_budget() -> None:
         engine.scheduler.resize(0)
 
 
+def test_the_pool_shrinks_to_what_there_is_whoever_needs_more() -> None:
+    """The device has nine blocks, one request may come to need twelve: none is promised that does
+    not exist, it ends `oom` when it needs the tenth, and neither it nor a waiting one that holds
+    more than nine already keeps the others waiting."""
+    engine = SchedulerHarness(n_blocks=64, max_num_seqs=3)
+    bt = engine.kv.block_tokens
+    large = engine.add(1, range(2 * bt), max_tokens=10 * bt)
+    long = engine.add(2, range(11 * bt), max_tokens=bt)
+    engine.add(3, [3, 4], max_tokens=2 * bt)
+    engine.step()
+    engine.scheduler.resize(9)
+    assert engine.kv.capacity == 9
+    engine.run()
+    assert (large.finish, large.n_output) == (FinishReason.OOM, 7 * bt + 1)
+    assert (long.finish, long.finish_code) == (FinishReason.OOM, "out_of_memory")
+    assert engine.ended["c", 3][0] is FinishReason.LENGTH
+    engine.scheduler.resize(64)
+    again = engine.add(4, range(11 * bt), max_tokens=bt)
+    engine.run()
+    assert again.finish is FinishReason.LENGTH
+
+
 def test_newcomers_leave_running_streams_room_to_grow() -> None:
     """Else each would be preempted again within a block's time."""
     engine = SchedulerHarness(n_blocks=8, max_num_seqs=8)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_actor.messages import Evict, Flag, Limit
+from engine_actor.messages import Cancel, Evict, Flag, Limit
 from tests.doubles.scripted_runner import HashRunner, make_engine
 from tests.engine.driver import CLIENT, Driver
 
@@ -196,6 +196,48 @@ def test_a_device_with_less_memory_than_promised_serves_what_fits() -> None:
     driver.run()
     assert driver.tokens(99) == runner.expected(range(300), 20)
     driver.assert_all_free()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_that_may_need_more_than_there_is_keeps_nobody_from_ending(depth: int) -> None:
+    """Blocks of the prefix cache are the last to be taken, so a pool that went on promising what a
+    live request may come to need gave out the one block that does not exist, for ever."""
+    runner = HashRunner()
+    engine = make_engine(runner, kv_blocks=40, depth=depth, max_num_seqs=4)
+    driver = Driver(engine)
+    asked = [(rid, *range(6)) for rid in range(6)]
+    driver.submit(9, range(7), 40, ignore_eos=True)
+    for rid, prompt in enumerate(asked):
+        driver.submit(rid, prompt, 5)
+    driver.step()
+    runner.max_blocks = engine.elastic.n_blocks
+    assert runner.max_blocks == 8
+    driver.run()
+    assert_right(driver, runner, asked, 5)
+    heard = driver.heard[CLIENT, 9]
+    assert heard.end is Flag.OOM
+    assert heard.tokens == runner.expected(range(7), 40)[: len(heard.tokens)]
+    assert len(heard.tokens) == 8 * 4 + 1 - 7
+    driver.assert_all_free()
+
+
+def test_the_pool_is_whole_again_for_the_next_request_whatever_ended_the_last() -> None:
+    """A cut pool was made whole by the end of a step only: after a cancel the next request heard
+    that it was too long."""
+    runner = HashRunner()
+    engine = make_engine(runner, kv_blocks=40)
+    driver = Driver(engine)
+    runner.max_blocks = 8
+    for rid in (1, 2):
+        driver.submit(rid, (rid, *range(20)), 9)
+    driver.step()
+    assert engine.kv.capacity == 8
+    for rid in (1, 2):
+        engine.cancel(CLIENT, Cancel(rid))
+    runner.max_blocks = None
+    assert driver.submit(3, range(100), 20) is None
+    driver.run()
+    assert driver.tokens(3) == runner.expected(range(100), 20)
 
 
 def test_one_request_larger_than_the_device_ends_oom_alone() -> None:
