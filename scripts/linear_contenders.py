@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels.linear.cuda import Cuda
 from kernels.linear.dequantise_cublas import DequantiseCublas
 from kernels.linear.row_policy import seed_names
 from kernels.linear.seed import SeedBatchTile, SeedGemv, SeedTiled
@@ -56,6 +57,11 @@ def random_layers(n: int, k: int, bits: int, copies: int, seed: int) -> list[Pac
 
 
 def ours(layers: Sequence[PackedLinear], m: int) -> list[Call]:
+    """What the shipped tables take for each number of rows."""
+    return [Cuda().prepare(layer, torch.float16) for layer in layers]
+
+
+def ours_few(layers: Sequence[PackedLinear], m: int) -> list[Call]:
     """The family for few rows; a launch may load weights before the one ahead of it has ended."""
     return [StripFew(to_strips(layer)) for layer in layers]
 
@@ -120,6 +126,7 @@ def _int4_call(layer: PackedLinear) -> Call:
 
 CONTENDERS = (
     Contender("ours", (4, 3), ours),
+    Contender("ours, strips", (4, 3), ours_few),
     Contender("ours, launches apart", (4, 3), ours_apart),
     Contender("ours, many rows", (4, 3), ours_many, least_rows=16),
     Contender("seed", (4, 3), seed),

@@ -1,8 +1,12 @@
 // What one lane of a warp reads of the strip layout (kernels/linear/strip.py) as mma operands.
 //
-// A code u whose lowest bit is bit b of a 16-bit half, under the exponent of 2^(10-b), is the fp16
-// number 2^(10-b) + u, exactly: one lop3 makes two codes of a word two such numbers, and one
-// subtraction of 2^(10-b) + 8 (or 4) makes them the signed codes. No integer is ever converted.
+// A code u whose lowest bit is bit b of a 16-bit half, alone in it, is the fp16 number u 2^(b-24),
+// exactly: below the normal numbers a half is an integer. One lop3 makes two codes of a word two such
+// numbers. Tensor cores multiply them at full speed; where b is the same for all codes of a row, the
+// sums are the products times 2^(b-24), and lack 8 (or 4) times the sum of x, which is another
+// product's. Elsewhere the lop3 puts the exponent of 2^(10-b) above the code, which makes it
+// 2^(10-b) + u, and one subtraction of 2^(10-b) + 8 (or 4) the signed code. No integer is ever
+// converted.
 //
 // The integer part compiles for the host as well; tests/kernels_build runs it against the packers.
 #pragma once
@@ -36,6 +40,46 @@ STRIP_INLINE unsigned masked_or(unsigned word, unsigned mask, unsigned magic) {
 #else
     return (word & mask) | magic;
 #endif
+}
+
+// What a code is above its value.
+template <int WIDTH>
+constexpr int MIDDLE = 1 << (WIDTH - 1);
+
+// Where bare_pairs() leaves the codes of rows 0 .. 7 and 8 .. 15 of a strip: bit 0 and this one.
+template <int WIDTH>
+constexpr int UPPER_PLACE = WIDTH;
+
+// The words of a block to 16 pairs of bare codes: those of even pairs at bit 0, of odd at bit WIDTH.
+STRIP_INLINE void bare_pairs(const unsigned (&words)[4], unsigned (&pairs)[PAIRS]) {
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int j = 0; j < 4; ++j) {
+        const unsigned low = words[j], high = words[j] >> 8;
+        pairs[4 * j + 0] = low & 0x000f000f, pairs[4 * j + 1] = low & 0x00f000f0;
+        pairs[4 * j + 2] = high & 0x000f000f, pairs[4 * j + 3] = high & 0x00f000f0;
+    }
+}
+
+STRIP_INLINE void bare_pairs(const unsigned (&words)[3], unsigned (&pairs)[PAIRS]) {
+    constexpr unsigned even = 0x00070007, odd = 0x00380038;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int plane = 0; plane < 3; plane += 2) {
+        const unsigned word = words[plane];
+        unsigned* const five = pairs + 5 * plane;
+        five[0] = word & even, five[1] = word & odd;
+        five[2] = word >> 6 & even, five[3] = word >> 6 & odd;
+        five[4] = word >> 12 & even;
+    }
+    // The five of the middle word begin with an odd pair.
+    pairs[5] = words[1] << 3 & odd, pairs[6] = words[1] >> 3 & even;
+    pairs[7] = words[1] >> 3 & odd, pairs[8] = words[1] >> 9 & even;
+    pairs[9] = words[1] >> 9 & odd;
+    const unsigned last = words[0] >> 12 & 0x00080008;
+    pairs[15] = masked_or(words[2] >> 10, 0x00200020, masked_or(words[1] >> 11, 0x00100010, last));
 }
 
 // The fp16 pair 2^(10-b) + middle by which pair `pair` of a block is too large.

@@ -4,23 +4,13 @@
 // number 2^(10-b) + code: one lop3 makes two codes such numbers, one subtraction makes them signed
 // integers, exactly, and one multiplication applies the scale.
 #pragma once
-#include <cuda_fp16.h>
+#include "strip.cuh"
 
 namespace gemm {
 
-__device__ __forceinline__ unsigned masked_or(unsigned a, unsigned mask, unsigned bits) {
-    unsigned r;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
-    return r;
-}
-
-__device__ __forceinline__ __half2 as_half2(unsigned v) {
-    return *reinterpret_cast<const __half2*>(&v);
-}
-
-__device__ __forceinline__ unsigned as_word(__half2 v) {
-    return *reinterpret_cast<const unsigned*>(&v);
-}
+using strip::as_half2;
+using strip::as_word;
+using strip::masked_or;
 
 // What turns a code into a weight for the two rows of a lane: w = scale * code + offset.
 struct Scales {

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 LEAST_STEPS = 4
 """A unit with fewer steps than this would only fill and drain its pipeline."""
-GATHER_US = 2.0
-GATHER_US_PER_VALUE = 3.5e-6
+GATHER_US = 1.6
+GATHER_US_PER_VALUE = 2.2e-6
 """Of writing and summing partial sums: for each shared product, and for each fp32 value of them."""
 
 AnyTile = TypeVar("AnyTile")

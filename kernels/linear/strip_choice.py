@@ -12,29 +12,35 @@ from kernels.linear.strip_gemv import GemvTile
 
 FEW, MIDDLE = 1.75, 5.5
 """Strips for each multiprocessor: below FEW a layer is narrow, above MIDDLE it is wide."""
-LONG_STEPS = {4: 64, 3: 0}
 SHORT_STEPS = 16
-"""K in steps of 128: from LONG on it is worth asking early, up to SHORT a turn or two is all."""
+"""K in steps of 128: up to here a turn or two is all."""
 MOST_SHORT = 16
 """A short layer with more strips than so many for each multiprocessor is a head: many waves."""
 
-ALONG_K = GemvTile(8, warps=16, unroll=1, resident=2)
-ALONG_LONG_K = {
-    4: GemvTile(8, warps=16, unroll=2, prefetch=True),
+ALONE = {
+    4: GemvTile(8, warps=32, unroll=1),
     3: GemvTile(8, warps=16, unroll=1, prefetch=True),
 }
-HALF_K = GemvTile(8, warps=8, unroll=1, resident=4)
-WIDE = GemvTile(8, warps=4, unroll=1, resident=8)
-WIDE_PAIRS = GemvTile(8, warps=4, unroll=1, strips=2, resident=5)
+ALONG_K = GemvTile(8, warps=16, unroll=1, resident=2)
+HALF_K = {
+    4: GemvTile(8, warps=8, unroll=2, resident=3),
+    3: GemvTile(8, warps=8, unroll=1, resident=3),
+}
+WIDE = GemvTile(8, warps=4, unroll=1, resident=8, signed=True)
+WIDE_PAIRS = {
+    4: GemvTile(8, warps=4, unroll=1, strips=2, resident=6, signed=True),
+    3: GemvTile(8, warps=4, unroll=1, strips=2, resident=5, signed=True),
+}
+WIDE_FOURS = GemvTile(8, warps=4, unroll=1, strips=4, resident=3)
 
-ALONG_K_16 = GemvTile(16, warps=16, unroll=1, prefetch=True)
+ALONG_K_16 = GemvTile(16, warps=16, unroll=1, prefetch=True, signed=True)
 ALONG_K_PAIRS_16 = GemvTile(16, warps=16, unroll=1, strips=2)
 HALF_K_16 = GemvTile(16, warps=8, unroll=1, resident=3)
 WIDE_PAIRS_16 = {
-    4: GemvTile(16, warps=4, unroll=1, strips=2, resident=5),
-    3: GemvTile(16, warps=4, unroll=1, strips=2, resident=4),
+    4: GemvTile(16, warps=4, unroll=1, strips=2, resident=5, signed=True),
+    3: GemvTile(16, warps=4, unroll=1, strips=2, resident=4, signed=True),
 }
-WIDE_FOURS_16 = GemvTile(16, warps=4, unroll=1, strips=4, resident=3)
+WIDE_THREES_16 = GemvTile(16, warps=4, unroll=1, strips=3, resident=4, signed=True)
 
 ALONG_K_32 = GemvTile(32, warps=16, unroll=1, prefetch=True)
 ALONG_K_PAIRS_32 = GemvTile(32, warps=16, unroll=1, strips=2)
@@ -65,13 +71,15 @@ def choose_tile(m: int, strips: int, columns: int, bits: int, multiprocessors: i
 
 def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:
     is_short = steps <= SHORT_STEPS
+    if share <= 1:
+        return ALONE[bits]
     if share <= FEW:
-        return ALONG_LONG_K[bits] if steps >= LONG_STEPS[bits] and share <= 1 else ALONG_K
+        return ALONG_K
+    if share <= MIDDLE:
+        return HALF_K[bits]
     if bits == 4:
-        return HALF_K if share <= MIDDLE else WIDE_PAIRS if is_short else WIDE
-    if is_short and share <= MOST_SHORT:
-        return WIDE
-    return HALF_K if share <= MIDDLE else WIDE_PAIRS
+        return WIDE_PAIRS[bits] if is_short else WIDE
+    return WIDE_FOURS if is_short else WIDE_PAIRS[bits]
 
 
 def _up_to_16(share: float, steps: int, bits: int) -> GemvTile:
@@ -80,4 +88,4 @@ def _up_to_16(share: float, steps: int, bits: int) -> GemvTile:
     if share <= MIDDLE:
         return HALF_K_16
     is_short = steps <= SHORT_STEPS and share <= MOST_SHORT
-    return WIDE_FOURS_16 if is_short and bits == 4 else WIDE_PAIRS_16[bits]
+    return WIDE_THREES_16 if is_short and bits == 4 else WIDE_PAIRS_16[bits]

@@ -11,21 +11,22 @@ import torch
 from kernels.linear.many_rows import refuse_many_rows, rows_for
 from kernels.linear.strip import StripWeights, to_strips
 from kernels.linear.strip_choice import (
+    ALONE,
     ALONG_K,
     ALONG_K_16,
     ALONG_K_32,
     ALONG_K_PAIRS_16,
     ALONG_K_PAIRS_32,
-    ALONG_LONG_K,
     EARLY_PAIRS_32,
     HALF_K,
     HALF_K_16,
     HALF_K_PAIRS_32,
     WIDE,
     WIDE_32,
-    WIDE_FOURS_16,
+    WIDE_FOURS,
     WIDE_PAIRS,
     WIDE_PAIRS_16,
+    WIDE_THREES_16,
     choose_tile,
 )
 from kernels.linear.strip_gemv import GemvTile, launch_gemv
@@ -111,16 +112,16 @@ SHIPPED = (
     *(
         tile.variant(4, 128, offsets=False)
         for tile in (
+            ALONE[4],
             ALONG_K,
-            ALONG_LONG_K[4],
-            HALF_K,
+            HALF_K[4],
             WIDE,
-            WIDE_PAIRS,
+            WIDE_PAIRS[4],
             ALONG_K_16,
             ALONG_K_PAIRS_16,
             HALF_K_16,
             WIDE_PAIRS_16[4],
-            WIDE_FOURS_16,
+            WIDE_THREES_16,
             ALONG_K_32,
             ALONG_K_PAIRS_32,
             HALF_K_PAIRS_32,
@@ -130,12 +131,19 @@ SHIPPED = (
     ),
     *(
         tile.variant(3, 128, offsets=False)
-        for tile in (ALONG_LONG_K[3], WIDE, WIDE_PAIRS_16[3], WIDE_32[3])
+        for tile in (
+            ALONE[3],
+            HALF_K[3],
+            WIDE_PAIRS[3],
+            WIDE_FOURS,
+            WIDE_PAIRS_16[3],
+            WIDE_32[3],
+        )
     ),
     *(tile.variant(4, 32, offsets=True) for tile in (WIDE, WIDE_PAIRS_16[4])),
     *(
         tile.variant(4, 128, offsets=False, gated=True)
-        for tile in (WIDE, WIDE_PAIRS, WIDE_FOURS_16, WIDE_32[4])
+        for tile in (WIDE, WIDE_PAIRS[4], WIDE_THREES_16, WIDE_32[4])
     ),
 )
 """Every shape for W4 in symmetric groups of 128, the largest ones for W3 and for groups of 32 with

@@ -96,14 +96,16 @@ THIN = HopperTile(consumers=3, row_tiles=8, stages=12)
 SLIM = HopperTile(consumers=3, row_tiles=4, stages=12)
 PAIR = HopperTile(consumers=1, row_tiles=16, stages=5, blocks=2)
 SMALL = HopperTile(consumers=1, row_tiles=8, stages=8, blocks=2)
+LEAST = HopperTile(consumers=1, row_tiles=4, stages=8, blocks=2)
 TILES = {
     WIDE: TileCost(WIDE.n, WIDE.m, WIDE.blocks, step=0.67, lone=0.67, fixed=2.3),
     SQUARE: TileCost(SQUARE.n, SQUARE.m, SQUARE.blocks, step=0.42, lone=0.42, fixed=1.5),
     THREE: TileCost(THREE.n, THREE.m, THREE.blocks, step=0.58, lone=0.58, fixed=1.5),
-    THIN: TileCost(THIN.n, THIN.m, THIN.blocks, step=0.40, lone=0.40, fixed=1.5),
-    SLIM: TileCost(SLIM.n, SLIM.m, SLIM.blocks, step=0.34, lone=0.34, fixed=1.5),
+    THIN: TileCost(THIN.n, THIN.m, THIN.blocks, step=0.39, lone=0.39, fixed=2.3),
+    SLIM: TileCost(SLIM.n, SLIM.m, SLIM.blocks, step=0.36, lone=0.36, fixed=2.0),
     PAIR: TileCost(PAIR.n, PAIR.m, PAIR.blocks, step=0.52, lone=0.3, fixed=2.0),
-    SMALL: TileCost(SMALL.n, SMALL.m, SMALL.blocks, step=0.35, lone=0.20, fixed=1.5),
+    SMALL: TileCost(SMALL.n, SMALL.m, SMALL.blocks, step=0.36, lone=0.29, fixed=1.9),
+    LEAST: TileCost(LEAST.n, LEAST.m, LEAST.blocks, step=0.29, lone=0.28, fixed=1.6),
 }
 
 

@@ -16,7 +16,8 @@
 // PREFETCH 1: the next turn's weights are asked for before this turn's are used. GROUP 32, 64 or
 // 128 columns a scale; 0 where a group is whole steps. OFFSETS 0 or 1. GATED 1: rows 0 .. 7 of each
 // strip are gates of its rows 8 .. 15, y = silu(gate) * up is half as wide. RAGGED 1: K is not
-// whole steps. RESIDENT blocks are to fit a multiprocessor.
+// whole steps. SIGNED 1: codes are made signed one by one. RESIDENT blocks are to fit a
+// multiprocessor.
 #include "strip.cuh"
 #include "tensor_core.cuh"
 
@@ -24,6 +25,7 @@ namespace {
 
 using Packed = strip::Layout<BITS>;
 constexpr int TILES = ROWS / 8;  // n sides of mma
+constexpr int THREADS = 32 * WARPS;
 constexpr int SPAN_ROWS = strip::HEIGHT * STRIPS;
 constexpr int SUM_PITCH = SPAN_ROWS + 1;  // sums of a row of x, without bank conflicts
 constexpr int STEP_GROUPS = GROUP ? Packed::STEP / GROUP : 1;
@@ -31,6 +33,11 @@ constexpr int STEP_GROUPS = GROUP ? Packed::STEP / GROUP : 1;
 // there a lane's scales go onto its weights. They do for many rows too, where weights are fewer
 // than sums.
 constexpr bool ON_WEIGHTS = GROUP == 32 || ROWS > 16;
+// Elsewhere codes are multiplied as they lie in the words, as tiny fp16 numbers, and 8 (or 4) times
+// the sum of x is taken off. Where a block has one strip, that sum costs what the strip costs.
+constexpr bool BARE = !ON_WEIGHTS && !SIGNED;
+constexpr bool X_SUMS = BARE || (OFFSETS && !ON_WEIGHTS);
+constexpr int TOGETHER = BARE ? STRIPS : 1;  // strips that are unpacked at a time
 constexpr int BLOCKS_OF_GROUP = GROUP == 0 ? Packed::STEP_BLOCKS : GROUP == 128 ? 2 : 1;
 constexpr int LANE_GROUPS = Packed::STEP_BLOCKS / BLOCKS_OF_GROUP;
 
@@ -106,7 +113,18 @@ __device__ __forceinline__ Columns load_columns(const __half* from, int there) {
 
 using Sums = float[STRIPS][TILES][4];
 
-// sums += scale * products + offset * (sum of x over the group); the two rows of a lane differ.
+// A of a product that sums x up, of a strip's rows 0 .. 7 and 8 .. 15: ones, or -8 (or -4) as bare
+// codes are.
+constexpr unsigned MIDDLE = strip::MIDDLE<BITS> * 0x10001u;
+constexpr unsigned ONES = 0x3c003c00;
+constexpr unsigned OF_LOWER = BARE ? 0x80008000u + MIDDLE : ONES;
+constexpr unsigned OF_UPPER = BARE ? 0x80008000u + (MIDDLE << strip::UPPER_PLACE<BITS>) : ONES;
+// What sums of bare codes are to be multiplied by in the end, by the codes' place.
+constexpr float UNIT = BARE ? 16777216.0f : 1.0f;
+constexpr float UPPER_UNIT = BARE ? UNIT / (1 << strip::UPPER_PLACE<BITS>) : 1.0f;
+
+// sums += scale * products + offset * (sum of x over the group); x_sums are -8 (or -4) times that
+// where codes are bare. The two rows of a lane differ.
 __device__ __forceinline__ void add_group(Sums& sums, const Sums& products,
                                           const float (&x_sums)[TILES][4], const Step& of,
                                           int group) {
@@ -116,9 +134,18 @@ __device__ __forceinline__ void add_group(Sums& sums, const Sums& products,
         for (int b = 0; b < TILES; ++b)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                sums[s][b][i] += products[s][b][i] * __half2float(of.scales[s][group][i / 2]);
-                if (OFFSETS)
-                    sums[s][b][i] += x_sums[b][i] * __half2float(of.offsets[s][group][i / 2]);
+                const float scale = __half2float(of.scales[s][group][i / 2]);
+                const float offset = OFFSETS ? __half2float(of.offsets[s][group][i / 2]) : 0.0f;
+                float& sum = sums[s][b][i];
+                if (!BARE) {
+                    sum += products[s][b][i] * scale;
+                    if (OFFSETS) sum += x_sums[b][i] * offset;
+                } else if (OFFSETS) {
+                    sum += products[s][b][i] * scale +
+                           x_sums[b][i] * (scale - offset / strip::MIDDLE<BITS>);
+                } else {
+                    sum += (products[s][b][i] + x_sums[b][i]) * scale;
+                }
             }
 }
 
@@ -127,7 +154,8 @@ __device__ __forceinline__ void unpack_block(const Step& of, int s, int block,
                                              unsigned (&pairs)[strip::PAIRS]) {
     unsigned words[Packed::WORDS];
     strip::words_of<BITS>(of.vectors[s], block, words);
-    strip::biased_pairs(words, pairs);
+    if constexpr (BARE) strip::bare_pairs(words, pairs);
+    else strip::biased_pairs(words, pairs);
     if constexpr (ON_WEIGHTS) {
         const auto both = [](__half value) { return __half2half2(value); };
         constexpr int per_group = BLOCKS_OF_GROUP;
@@ -138,7 +166,7 @@ __device__ __forceinline__ void unpack_block(const Step& of, int s, int block,
             rows.offset[1] = both(of.offsets[s][block / per_group][1]);
         }
         strip::weigh<BITS, OFFSETS != 0>(pairs, rows);
-    } else {
+    } else if constexpr (!BARE) {
         strip::unbias<BITS>(pairs);
     }
 }
@@ -166,24 +194,27 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& of, const 
             columns[b] = load_columns(x + 8 * b * row_pitch + block * strip::BLOCK,
                                       there[b] - block * strip::BLOCK);
 #pragma unroll
-        for (int s = 0; s < STRIPS; ++s) {
-            unsigned pairs[strip::PAIRS];
-            unpack_block(of, s, block, pairs);
+        for (int first = 0; first < STRIPS; first += TOGETHER) {
+            unsigned pairs[TOGETHER][strip::PAIRS];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const unsigned of_w[4] = {pairs[4 * j], pairs[4 * j + 1], pairs[4 * j + 2],
-                                          pairs[4 * j + 3]};
+            for (int s = 0; s < TOGETHER; ++s) unpack_block(of, first + s, block, pairs[s]);
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
 #pragma unroll
                 for (int b = 0; b < TILES; ++b) {
                     const unsigned of_x[2] = {columns[b].words[2 * j], columns[b].words[2 * j + 1]};
-                    mma_half(ON_WEIGHTS ? sums[s][b] : products[s][b], of_w, of_x);
-                    if (OFFSETS && !ON_WEIGHTS && s == 0) {
-                        // A matrix of ones: every row of the product is the sum of the columns.
-                        const unsigned ones[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
-                        mma_half(x_sums[b], ones, of_x);
+                    if (X_SUMS && first == 0) {
+                        const unsigned rows[4] = {OF_LOWER, OF_UPPER, OF_LOWER, OF_UPPER};
+                        mma_half(x_sums[b], rows, of_x);
+                    }
+#pragma unroll
+                    for (int s = 0; s < TOGETHER; ++s) {
+                        const unsigned of_w[4] = {pairs[s][4 * j], pairs[s][4 * j + 1],
+                                                  pairs[s][4 * j + 2], pairs[s][4 * j + 3]};
+                        float(&to)[4] = ON_WEIGHTS ? sums[first + s][b] : products[first + s][b];
+                        mma_half(to, of_w, of_x);
                     }
                 }
-            }
         }
         if (!ON_WEIGHTS && (block + 1) % BLOCKS_OF_GROUP == 0)
             add_group(sums, products, x_sums, of, block / BLOCKS_OF_GROUP);
@@ -199,13 +230,13 @@ __device__ __forceinline__ void leave(const Sums& sums, float* partial, int lane
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int m = 8 * b + 2 * t + i % 2, n = strip::HEIGHT * s + g + 8 * (i / 2);
-                partial[m * SUM_PITCH + n] = sums[s][b][i];
+                partial[m * SUM_PITCH + n] = sums[s][b][i] * (i / 2 ? UPPER_UNIT : UNIT);
             }
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __restrict__ scales,
            const __half* __restrict__ offsets, const __half* __restrict__ bias,
            const __half* residual, __half* y, int rows, int out_features, int in_features,
@@ -231,7 +262,8 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
         source.offsets[s] = offsets + row;
     }
     constexpr int TURN = WARPS * UNROLL;
-    source.skip(warp * UNROLL);
+    int first = warp * UNROLL;
+    source.skip(first);
     const auto load_turn = [&](Step(&to)[UNROLL], int first) {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
@@ -241,8 +273,10 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
     };
 
     Sums sums = {};
-    const __half* x_at = x + static_cast<size_t>(first_row + g) * in_features + column +
-                         warp * UNROLL * Packed::STEP;
+    // Of the first eight, a row that x lacks is its last one once more: what comes of it is not
+    // stored.
+    const __half* x_at = x + static_cast<size_t>(first_row + min(g, rows - 1)) * in_features +
+                         column + first * Packed::STEP;
     const auto multiply_turn = [&](const Step(&of)[UNROLL], int first) {
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
@@ -251,7 +285,7 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
 #pragma unroll
             for (int b = 0; b < TILES; ++b) {
                 const int left = in_features - (first + u) * Packed::STEP - column;
-                there[b] = 8 * b + g >= rows ? 0 : RAGGED ? left : Packed::STEP;
+                there[b] = b > 0 && 8 * b + g >= rows ? 0 : RAGGED ? left : Packed::STEP;
             }
             multiply_step(sums, of[u], x_at + u * Packed::STEP, in_features, there);
         }
@@ -259,7 +293,6 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
     };
 
     Step now[UNROLL];
-    int first = warp * UNROLL;
     load_turn(now, first);
     // Weights never come from the kernel before; x, residual and the room for y may.
     wait_for_previous();
@@ -289,7 +322,7 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
     };
     const strip::Epilogue epilogue{bias, residual, y, GATED ? out_features / 2 : out_features};
     constexpr int OUT = GATED ? SPAN_ROWS / 2 : SPAN_ROWS;
-    for (int i = threadIdx.x; i < OUT * rows; i += 32 * WARPS) {
+    for (int i = threadIdx.x; i < OUT * rows; i += THREADS) {
         const int m = i / OUT, out = i % OUT;
         const int n = GATED ? out / 8 * strip::HEIGHT + out % 8 : out;
         const int row = first_strip * strip::HEIGHT + n;

@@ -22,6 +22,8 @@ class GemvTile:
     """A block's shape. rows: of x there is room for, a multiple of 8. warps take turns along K,
     unroll steps at a time; strips: of a block, side by side, sharing x. prefetch: the next turn is
     asked for before this one is used. resident: blocks that the compiler leaves registers for.
+    signed: codes are made signed one by one, which takes fewer registers, and less where a block
+    has few strips for its rows.
     """
 
     rows: int
@@ -30,6 +32,7 @@ class GemvTile:
     strips: int = 1
     prefetch: bool = False
     resident: int = 1
+    signed: bool = False
 
     @property
     def threads(self) -> int:
@@ -64,6 +67,7 @@ class GemvTile:
             "GATED": int(gated),
             "RAGGED": int(ragged),
             "RESIDENT": self.resident,
+            "SIGNED": int(self.signed),
         }
         return Variant(
             SOURCE,

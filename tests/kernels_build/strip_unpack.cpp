@@ -7,23 +7,29 @@
 
 #include "strip.cuh"
 
-// A normal fp16 number; the header makes no other.
+// A positive fp16 number.
 static double half_value(unsigned bits) {
-    return std::ldexp(1024 + (bits & 0x3ff), static_cast<int>(bits >> 10 & 0x1f) - 25);
+    const int exponent = static_cast<int>(bits >> 10 & 0x1f);
+    if (exponent == 0) return std::ldexp(bits & 0x3ff, -24);
+    return std::ldexp(1024 + (bits & 0x3ff), exponent - 25);
 }
 
 template <int WIDTH>
 static int convert(std::FILE* in, std::FILE* out) {
     unsigned words[strip::Layout<WIDTH>::WORDS];
     while (std::fread(words, sizeof words, 1, in) == 1) {
-        unsigned pairs[strip::PAIRS];
+        unsigned pairs[strip::PAIRS], bare[strip::PAIRS];
         strip::biased_pairs(words, pairs);
+        strip::bare_pairs(words, bare);
         for (int p = 0; p < strip::PAIRS; ++p) {
             for (int element = 0; element < 2; ++element) {
                 const unsigned biased = pairs[p] >> (16 * element) & 0xffff;
                 const unsigned bias = strip::bias_of<WIDTH>(p) >> (16 * element) & 0xffff;
                 const double code = half_value(biased) - half_value(bias);
                 if (code != std::floor(code)) return 3;
+                const double unit = std::ldexp(1, (p % 2 ? strip::UPPER_PLACE<WIDTH> : 0) - 24);
+                const double above = half_value(bare[p] >> (16 * element) & 0xffff) / unit;
+                if (above - strip::MIDDLE<WIDTH> != code) return 4;
                 std::fputc(static_cast<int>(code) & 0xff, out);
             }
         }

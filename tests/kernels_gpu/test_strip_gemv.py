@@ -20,16 +20,19 @@ TILES = (
     GemvTile(24, warps=3, unroll=1, strips=3),
     GemvTile(32, warps=4, unroll=1, strips=2, prefetch=True),
     GemvTile(32, warps=16, unroll=1),
+    GemvTile(8, warps=4, unroll=1, signed=True),
+    GemvTile(16, warps=4, unroll=1, strips=2, signed=True),
 )
 """One to four eights of rows, one to four strips a block, one to four steps a turn, asked for early
-or not.
+or not, codes bare and signed.
 """
 
 
 def named(tile: GemvTile) -> str:
     """A test id."""
     early = "-early" if tile.prefetch else ""
-    return f"rows{tile.rows}-warps{tile.warps}-unroll{tile.unroll}-strips{tile.strips}{early}"
+    shape = f"rows{tile.rows}-warps{tile.warps}-unroll{tile.unroll}-strips{tile.strips}"
+    return f"{shape}{early}{'-signed' if tile.signed else ''}"
 
 
 def run(tile: GemvTile, given: Case, x: torch.Tensor, **more: torch.Tensor) -> Poisoned:
