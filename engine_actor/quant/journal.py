@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from engine_actor.load.refusal import read_json_object, refusal
@@ -47,7 +48,7 @@ class Journal:
         if found.get("settings") != self._settings:
             changed = _first_difference(found.get("settings"), self._settings)
             raise refusal(self.folder, f"the unfinished run had another {changed}")
-        self._layers = list(found["layers"])
+        self._layers = list(found.get("layers") or [])
         self._tuned = found.get("tuned")
 
     @property
@@ -90,24 +91,22 @@ class Journal:
     def layer(self, number: int) -> dict[str, torch.Tensor]:
         """The tensors of a finished layer."""
         kind = "layer" if self._tuned is None else "tuned"
-        return load_file(self.folder / f"{kind}-{number:05d}.safetensors")
+        return read_kept(self.folder / f"{kind}-{number:05d}.safetensors")
 
     def tuned_norm(self) -> torch.Tensor:
         """The norm before the head, after tuning."""
-        return load_file(self.folder / "tuned-norm.safetensors")["norm"]
+        return read_kept(self.folder / "tuned-norm.safetensors")["norm"]
 
     def tracks(self) -> dict[str, torch.Tensor]:
         """The hidden states behind the last finished layer."""
-        return load_file(self.folder / f"tracks-{len(self._layers) - 1:05d}.safetensors")
+        return read_kept(self.folder / f"tracks-{len(self._layers) - 1:05d}.safetensors")
 
     def remove(self) -> None:
         """The conversion is whole: nothing of the work is needed any more."""
         shutil.rmtree(self.folder)
 
     def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        partial = self.folder / f"{name}.partial"
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial)
-        partial.replace(self.folder / name)
+        keep_tensors(self.folder / name, tensors)
 
     def _write(self) -> None:
         partial = self.folder / f"{JOURNAL}.partial"
@@ -117,6 +116,24 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self.folder / JOURNAL)
+
+
+def keep_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file that is whole once it has its name, after a loss of power too."""
+    partial = path.with_name(f"{path.name}.partial")
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def read_kept(path: Path) -> dict[str, torch.Tensor]:
+    """What keep_tensors wrote. Raises CheckpointError where somebody has damaged or removed it."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        why = str(error).splitlines()[0]
+        raise refusal(path, f"{why}; delete the unfinished run and begin again") from None
 
 
 def _first_difference(old: Any, new: Mapping[str, Any]) -> str:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine_actor.load.progress import Progress
 from engine_actor.load.refusal import refusal
+from engine_actor.quant.journal import keep_tensors, read_kept
 from engine_actor.quant.slopes import Capture, Slopes
 from engine_actor.quant.texts import TokenRows
 from engine_actor.quant.trainable import TrainableModel, divergence
@@ -220,16 +220,14 @@ class _Run:
             tensors[f"{i}.value"] = leaf.detach()
             tensors[f"{i}.mean"] = state["exp_avg"]
             tensors[f"{i}.square"] = state["exp_avg_sq"]
-        partial = self._path.with_suffix(".partial")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
-        partial.replace(self._path)
+        keep_tensors(self._path, tensors)
 
     @torch.no_grad()
     def restore(self) -> int:
         """Steps done by an earlier run."""
         if not self._path.is_file():
             return 0
-        found = load_file(self._path)
+        found = read_kept(self._path)
         done = int(found["done"])
         for i, leaf in enumerate(self._leaves):
             leaf.copy_(found[f"{i}.value"])

@@ -93,3 +93,23 @@ def test_another_job_cannot_go_on_where_this_one_stopped(make_job, tmp_path, cha
         convert(job, tmp_path / "out", stop_before(1))
     with pytest.raises(CheckpointError, match=f"the unfinished run had another {named}"):
         convert(dataclasses.replace(job, **change), tmp_path / "out", silent, resume=True)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "empty journal"])
+def test_a_damaged_unfinished_run_is_refused_in_one_line(make_job, tmp_path, damage):
+    job = make_job("llama", num_hidden_layers=3)
+    with pytest.raises(Stopped):
+        convert(job, tmp_path / "out", stop_before(2))
+    folder = tmp_path / "out.unfinished"
+    layer = folder / "layer-00000.safetensors"
+    if damage == "cut":
+        layer.write_bytes(layer.read_bytes()[:-7])
+    elif damage == "gone":
+        layer.unlink()
+    else:
+        (folder / "journal.json").write_text("{}")
+    expected = "another version" if damage == "empty journal" else "layer-00000.safetensors: "
+    with pytest.raises(CheckpointError, match=expected) as refused:
+        convert(job, tmp_path / "out", silent, resume=True)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "out").exists()
