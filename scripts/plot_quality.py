@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draw a result of bench_quality.py: bits a weight against KL, a line a method.
+"""Draw results of bench_quality.py on one source: bits a weight against KL, a mark a method.
 
-    scripts/plot_quality.py docs/results/quality.json --output docs/results/quality.png
+    scripts/plot_quality.py docs/results/quality*.json --output docs/results/quality.png
 
 Needs matplotlib (extra `bench`). Measures nothing.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def points(record: Mapping[str, Any]) -> dict[str, list[tuple[float, float, str]
     return {method: sorted(values) for method, values in found.items()}
 
 
-def plot(record: Mapping[str, Any], path: Path) -> None:
+def plot(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the picture; the format is that of the file's name."""
     import matplotlib
 
@@ -43,7 +43,11 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7.5, 5), constrained_layout=True)
-    for method, values in sorted(points(record).items()):
+    together: dict[str, set[tuple[float, float, str]]] = {}
+    for record in records:
+        for method, found in points(record).items():
+            together.setdefault(method, set()).update(found)
+    for method, values in sorted((method, sorted(found)) for method, found in together.items()):
         style = "x" if OTHER in method else "o"
         axis.plot([b for b, _, _ in values], [k for _, k, _ in values], style, label=method)
         for bits, kl, case in values:
@@ -53,17 +57,18 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
     axis.set_ylabel("KL to the source, nats")
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
-    axis.set_title(record["switches"].get("model", ""))
+    axis.set_title(records[0]["switches"].get("model", ""))
     figure.savefig(path, dpi=120)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Draw one record."""
+    """Draw one picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("record", type=Path)
+    parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
-    plot(json.loads(options.record.read_text(encoding="utf-8")), options.output)
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in options.records]
+    plot(records, options.output)
     return 0
 
 

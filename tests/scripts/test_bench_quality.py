@@ -55,7 +55,7 @@ def test_every_case_is_measured_once_and_ends_in_the_record(tmp_path):
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").glob("*/config.json")}
     assert bench_quality.main(words) == 0
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
-    plot_quality.plot(record, tmp_path / "quality.png")
+    plot_quality.plot([record, record], tmp_path / "quality.png")
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
