@@ -228,9 +228,11 @@ class Engine:
             for sample in outcome.sampled
             if (seq := self._live.get(sample.key)) is not None
         }
+        # What is computed once more is scored once more.
+        void = self.scheduler.void(plan.step) if outcome.prompt_logprobs else frozenset()
         finished = self.scheduler.commit(outcome)
         for key, start, entries in outcome.prompt_logprobs:
-            if key in self._live:
+            if key in self._live and key not in void:
                 self._events.add(*key, (), Extra(prompt_start=start, prompt_logprobs=entries))
         for sample in outcome.sampled:
             if sample.key in before:
@@ -287,5 +289,5 @@ class Engine:
 
     def _gauges(self) -> None:
         stats = self.scheduler.stats
-        self._recorder.gauges(stats.running, stats.waiting, self.kv, self.facts.kv_block_bytes)
+        self._recorder.gauges(stats, self.kv, self.facts.kv_block_bytes)
         self._recorder.graphs(self.runner.graph_counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.metrics import Metrics
 from engine_actor.core.plan import StepOutcome, StepPlan
+from engine_actor.core.scheduler import SchedulerStats
 from engine_actor.core.sequence import FinishReason, Sequence
 from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.step import StepReport
@@ -23,10 +24,12 @@ class Recorder:
         metrics.observe("step_seconds", seconds)
         if plan.prefill:
             metrics.add("prefill_steps_total")
-            tokens = [chunk.end - chunk.start for chunk in plan.prefill if chunk.ends]
-            metrics.add("computed_prompt_tokens_total", sum(tokens))
-            for count in tokens:
-                metrics.observe("prefill_chunk_tokens", count)
+            computed = dict(outcome.computed)
+            for chunk in plan.prefill:
+                count = computed.get(chunk.key, chunk.start) - chunk.start
+                if count > 0:
+                    metrics.add("computed_prompt_tokens_total", count)
+                    metrics.observe("prefill_chunk_tokens", count)
         if plan.decode:
             metrics.add("decode_steps_total")
             metrics.observe("decode_batch_rows", len(plan.decode))
@@ -37,8 +40,6 @@ class Recorder:
         if outcome.mixed_seconds is not None:
             metrics.observe("mixed_forward_seconds", outcome.mixed_seconds)
         self._overlap(outcome)
-        if plan.preempted:
-            metrics.add("preemptions_total", len(plan.preempted))
         if report.retries:
             metrics.add("oom_retries_total", report.retries)
 
@@ -88,10 +89,12 @@ class Recorder:
             span = seq.last_token_at - seq.first_token_at
             metrics.observe("time_per_output_token_seconds", span / (seq.n_output - 1))
 
-    def gauges(self, running: int, waiting: int, kv: KVManager, block_bytes: int) -> None:
+    def gauges(self, stats: SchedulerStats, kv: KVManager, block_bytes: int) -> None:
         metrics = self.metrics
-        metrics.set("requests_running", running)
-        metrics.set("requests_waiting", waiting)
+        metrics.set("requests_running", stats.running)
+        metrics.set("requests_waiting", stats.waiting)
+        known = metrics.value("preemptions_total")
+        metrics.add("preemptions_total", stats.preemptions - known)
         metrics.set("kv_blocks_total", kv.capacity)
         metrics.set("kv_blocks_free", kv.n_free)
         metrics.set("kv_blocks_cached", kv.n_cached)
