@@ -34,6 +34,8 @@ HEAD_SLICE_ROWS = 8192
 """An 8-bit head of more rows than its kernels take is made dense so many out-features at a time."""
 SAMPLER_REST = MIB
 """Parameters, histories and replies of sampled rows."""
+JOINED_KEYS = 4
+"""For each row, that several prompts' attention may gather (kernels.attention.cuda_prompt)."""
 POSITIONS_AT_ONCE = 1024
 INT8_KEY_BYTES = {"float16": 3, "bfloat16": 11, "float32": 9}
 """Of a gathered INT8 key or value: its code, what it becomes, and what lies between."""
@@ -97,7 +99,8 @@ def prompt_bytes(shape: StepShape, settings: Settings) -> int:
     mlp = 2 * hidden + (1 if shape.gated else 3) * model.intermediate
     attention = hidden + keys + 4 * queries
     each = INT8_KEY_BYTES[model.dtype] if settings.int8_kv else shape.item_bytes
-    gathered = settings.max_model_len * keys * each + _flash_bytes(shape, tokens)
+    seen = max(settings.max_model_len, JOINED_KEYS * tokens)
+    gathered = seen * keys * each + _flash_bytes(shape, tokens)
     logits = min(tokens, shape.partial_prefills) * _logit_bytes(shape)
     rows = tokens * shape.item_bytes
     peak = max(rows * mlp + _scratch_bytes(shape, tokens), rows * attention + gathered)

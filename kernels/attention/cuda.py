@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from kernels.attention.cuda_prompt import attend_prompt
+from kernels.attention.cuda_prompt import PromptRun, attend_prompts, prompt_runs
 from kernels.attention.op import AttentionPlan, Segment, on_device
 from kernels.jit.kernel import CudaSource, Kernel, Variant
 from kernels.pack.int8_kv import Int8KV
@@ -110,9 +110,10 @@ class DecodeTensors:
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan(AttentionPlan):
-    """decode: the segments of one row each; the others are prompts, in `alone`."""
+    """decode: the segments of one row each. prompts: the others, a call each."""
 
     decode: DecodeTensors | None = None
+    prompts: tuple[PromptRun, ...] = ()
 
 
 def plan_attention_cuda(
@@ -123,18 +124,18 @@ def plan_attention_cuda(
     device: torch.device,
     window: int | None = None,
 ) -> CudaPlan:
-    """One segment per sequence; one copy to the device for all decoded rows, one per prompt."""
+    """One segment per sequence; one copy to the device for all decoded rows, one for the prompts
+    of a call."""
     segments, row = [], 0
     for q_len, kv_len, blocks in zip(q_lens, kv_lens, block_lists, strict=True):
         used = tuple(blocks[: -(-kv_len // block_tokens)])
-        index = None if q_len == 1 else on_device(torch.tensor(used, dtype=torch.int64), device)
         skip = 0 if window is None else max(0, kv_len - q_len + 1 - window)
-        segments.append(Segment(row, q_len, kv_len, skip, None, used, index, None))
+        segments.append(Segment(row, q_len, kv_len, skip, None, used, None, None))
         row += q_len
     decoded = [segment for segment in segments if segment.q_len == 1]
-    prompts = tuple(segment for segment in segments if segment.q_len > 1)
+    prompts = prompt_runs(segments, block_tokens, device, window is not None)
     decode = decode_tensors(decoded, bool(prompts), device) if decoded else None
-    return CudaPlan(tuple(segments), (), prompts, block_tokens, window, decode)
+    return CudaPlan(tuple(segments), (), (), block_tokens, window, decode, prompts)
 
 
 def static_plan_cuda(
@@ -233,11 +234,13 @@ class CudaAttention:
     ) -> torch.Tensor:
         """q [T, heads, head_dim] -> [T, heads * head_dim], both in the activations' dtype."""
         assert isinstance(plan, CudaPlan)
+        if plan.decode is None and len(plan.prompts) == 1:
+            return attend_prompts(q, kv, plan.prompts[0], plan.window).flatten(1)
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
         if plan.decode is not None:
             self.decode(q, kv, plan.decode, out, plan.block_tokens, plan.window)
-        for segment in plan.alone:
-            attend_prompt(q, kv, segment, plan.window, out)
+        for run in plan.prompts:
+            out[run.first : run.last] = attend_prompts(q, kv, run, plan.window).flatten(1)
         return out
 
     def decode(

@@ -52,10 +52,16 @@ class Int8KV:
         """All of it, [n_blocks, block_tokens, 2, kv_heads, head_dim]."""
         return dequantise_kv(self.codes, self.scales.transpose(-1, -2), dtype)
 
-    def blocks(self, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values of the named blocks, [len(index), block_tokens, 2, kv_heads, head_dim]."""
-        named = Int8KV(self.codes.index_select(0, index), self.scales.index_select(0, index))
-        return named.values(dtype)
+    def tokens(self, index: torch.Tensor | slice, dtype: torch.dtype) -> torch.Tensor:
+        """The values of the slots that `index` names, block * block_tokens + offset each: [tokens,
+        2, kv_heads, head_dim].
+        """
+        codes, scales = self.codes.flatten(0, 1), self.scales.flatten(0, 1)
+        if isinstance(index, slice):
+            codes, scales = codes[index], scales[index]
+        else:
+            codes, scales = codes.index_select(0, index), scales.index_select(0, index)
+        return dequantise_kv(codes, scales.transpose(-1, -2), dtype)
 
 
 def empty_int8_kv(

@@ -52,18 +52,19 @@ def test_bytes_of_a_cache() -> None:
 
 @pytest.mark.parametrize("slots", [[0, 1, 2], [7, 3, 11]])
 def test_written_tokens_are_found_again(slots: list[int]) -> None:
-    """Only the named slots change; blocks() gives their values back."""
+    """Only the named slots change; tokens() gives their values back."""
     new = torch.randn(3, 4, 8)
     got, want = empty_int8_kv(3, 4, 2, 8, CPU), empty_int8_kv(3, 4, 2, 8, CPU)
     write_kv(got, new, plan_write(torch.tensor(slots), slots))
     write_kv_reference(want, new, slots)
     assert torch.equal(got.codes, want.codes)
     assert torch.equal(got.scales, want.scales)
-    read = got.blocks(torch.tensor([2, 0, 1]), torch.float32)[torch.tensor([1, 2, 0])]
-    tokens = read.flatten(0, 1)[slots].flatten(1, 2)
-    assert (tokens - new).abs().max() < 0.6 * new.abs().max() / 127
+    read = got.tokens(torch.tensor(slots, dtype=torch.int32), torch.float32).flatten(1, 2)
+    assert (read - new).abs().max() < 0.6 * new.abs().max() / 127
+    everything = got.tokens(slice(0, 12), torch.float32)
+    assert torch.equal(everything[slots].flatten(1, 2), read)
     rest = [slot for slot in range(12) if slot not in slots]
-    assert not read.flatten(0, 1)[rest].any()
+    assert not everything[rest].any()
 
 
 def test_attention_over_codes_is_attention_over_their_values() -> None:

@@ -98,6 +98,29 @@ def test_prompts_chunks_and_decodes_together() -> None:
             assert run(case, 14, 2, 128, name, int8) < ATTENTION.allowed(name)
 
 
+@pytest.mark.parametrize("q_lens", [[1040], [1031] * 3, [1024, 1024, 1025], [1, 1040, 1040, 1]])
+def test_long_prompts_from_their_first_token_on(q_lens: list[int]) -> None:
+    """Of one length they may take another library's kernel than ragged ones."""
+    case = ragged(q_lens, [700 if q_len == 1 else q_len for q_len in q_lens])
+    for name in DTYPES:
+        for int8 in (False, True):
+            assert run(case, 8, 2, 128, name, int8) < ATTENTION.allowed(name)
+    for window in (100, 4096):
+        error = run(case, 4, 2, 64, "float16", window=window)
+        assert error < ATTENTION.allowed("float16")
+
+
+def test_a_prompt_in_consecutive_blocks_is_read_where_it_lies() -> None:
+    for q_len, kv_len in ((1050, 1050), (64, 700)):
+        count = -(-kv_len // BLOCK_TOKENS)
+        case = Case((q_len,), (kv_len,), (tuple(range(3, 3 + count)),), count + 5)
+        assert plan(case, None).prompts[0].slots is None
+        for int8 in (False, True):
+            assert run(case, 8, 2, 128, "float16", int8) < ATTENTION.allowed("float16")
+            error = run(case, 8, 2, 128, "float16", int8, window=100)
+            assert error < ATTENTION.allowed("float16")
+
+
 def test_scores_far_apart() -> None:
     """Online softmax where the highest score comes last, and where all others vanish."""
     case = ragged([1], [600])
