@@ -20,6 +20,7 @@ from kernels.attention.cuda import (  # noqa: E402
     plan_attention_cuda,
     static_plan_cuda,
 )
+from kernels.attention.cuda_prompt import prepare_lengths  # noqa: E402
 from kernels.attention.exact import attention_exact  # noqa: E402
 from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
@@ -153,6 +154,7 @@ __all__ = [
     "plan_attention",
     "plan_write",
     "prepare_gate_up",
+    "prepare_lengths",
     "prepare_linear",
     "refuse_native_layers",
     "refuse_round_columns",

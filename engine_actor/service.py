@@ -57,6 +57,8 @@ class EngineService:
         self._on_fatal = on_fatal
         self._loop = EngineLoop(engine, self._publish, self._expire, lease_s / 4, self._lost)
         self._loop.start()
+        rows = engine.scheduler.limits.prefill_chunk_tokens
+        self._loop.call(lambda engine: engine.runner.warm_thread(rows))
 
     async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
         """Begin a session; batches count from 0 again. What the client had before is cancelled,

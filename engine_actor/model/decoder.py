@@ -15,6 +15,10 @@ from engine_actor.model.config import ModelConfig
 from engine_actor.model.layers.attention import Attention, StepTensors
 from engine_actor.model.layers.linear import Projection, side_by_side
 
+MLP_ROWS, ROW_TILE = 2048, 256
+"""Rows of the MLP at a time on a GPU: what lies between its two products stays in the second-level
+cache then, and takes a fixed amount of memory; in whole tiles of the products."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
@@ -26,7 +30,7 @@ class DecoderLayer:
     add_mlp_norm: ops.AddNormFn
     gated: Projection
     """x -> silu(gate) * up."""
-    down: Projection
+    down: ops.Linear
 
     def apply(
         self, x: torch.Tensor, delta: torch.Tensor | None, kv: ops.LayerCache, step: StepTensors
@@ -36,7 +40,38 @@ class DecoderLayer:
         """
         normed = self.attn_norm(x) if delta is None else self.add_attn_norm(x, delta)
         normed = self.add_mlp_norm(x, self.attention(normed, kv, step))
-        return self.down(self.gated(normed))
+        return self._mlp(normed)
+
+    def store(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> None:
+        """Write the keys and values of x [T, hidden] and compute nothing else; x stays as it is."""
+        self.attention.store(self.attn_norm(x), kv, step)
+
+    def apply_rows(
+        self,
+        x: torch.Tensor,
+        kv: ops.LayerCache,
+        step: StepTensors,
+        rows: torch.Tensor,
+        attend: ops.AttentionPlan,
+    ) -> torch.Tensor:
+        """The layer over x [T, hidden], of which behind the keys and values only `rows` are wanted:
+        [R, hidden]. attend: of those rows. x stays as it is.
+        """
+        added = self.attention.of_rows(self.attn_norm(x), kv, step, rows, attend)
+        x = x.index_select(0, rows)
+        normed = self.add_mlp_norm(x, added)
+        x += self._mlp(normed)
+        return x
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        if rows <= MLP_ROWS or not x.is_cuda:
+            return self.down(self.gated(x))
+        out = torch.empty_like(x)
+        size = -(-rows // (-(-rows // MLP_ROWS) * ROW_TILE)) * ROW_TILE
+        for part, into in zip(x.split(size), out.split(size), strict=True):
+            self.down.into(self.gated(part), into)
+        return out
 
 
 class Decoder:
@@ -66,6 +101,23 @@ class Decoder:
         if delta is not None:
             x += delta
         return x
+
+    def last_rows(
+        self,
+        x: torch.Tensor,
+        kv: list[ops.LayerCache],
+        step: StepTensors,
+        rows: torch.Tensor,
+        attend: ops.AttentionPlan | None,
+    ) -> torch.Tensor:
+        """The last layer, of x [T, hidden] before it: the named rows behind it, [R, hidden]; no
+        other row of its attention or MLP has a reader. attend: of those rows, None for none.
+        """
+        x, layer = x.to(self._residual_dtype), self.layers[-1]
+        if attend is None:
+            layer.store(x, kv[-1], step)
+            return x[:0]
+        return layer.apply_rows(x, kv[-1], step, rows, attend)
 
     def normed(self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors) -> torch.Tensor:
         """All layers and the norm, as the head takes it: two launches less. x is overwritten."""

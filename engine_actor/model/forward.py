@@ -6,7 +6,7 @@ Knows tensors and layers; knows no request, no scheduler, no checkpoint file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +24,8 @@ from engine_actor.model.native_layers import NativeForward
 from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.inputs import BatchInputs
 
+LAST_ROWS_ONLY = True
+"""False: the last layer computes every row, as all others do."""
 PLANS_KEPT = 4
 """Batches whose plan is remembered: a prefill run in layer ranges alternates with decodes."""
 
@@ -84,6 +86,28 @@ class ModelRunner:
         return self._head(self._decoder.norm(chosen)).float()[:, : self.vocab_size]
 
     @torch.inference_mode()
+    def last_logits(
+        self, hidden: torch.Tensor, inputs: BatchInputs, first: int
+    ) -> torch.Tensor | None:
+        """See Runner. Behind the keys and values of the last layer only the rows of the logits are
+        computed: of 36 layers of a long prompt that leaves 35.
+        """
+        rows, last = inputs.logit_rows, self.n_layers - 1
+        native = self._native
+        is_native = native is not None and native.takes(hidden.shape[0])
+        all_wanted = inputs.wanted is None or len(inputs.wanted) == hidden.shape[0]
+        if all_wanted or is_native or not LAST_ROWS_ONLY:
+            hidden = self.run_layers(hidden, inputs, first, self.n_layers)
+            return self.logits(hidden, rows) if len(rows) else None
+        if first < last:
+            hidden = self.run_layers(hidden, inputs, first, last)
+        assert inputs.wanted is not None
+        attend = self._attend(inputs, inputs.wanted) if inputs.wanted else None
+        step = self._plan(inputs)
+        hidden = self._decoder.last_rows(hidden, self.kv.layers, step, rows, attend)
+        return None if attend is None else self.logits(hidden, rows)
+
+    @torch.inference_mode()
     def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
         """fp32 logits [B, vocab_size] of a decode batch, one row a sequence. After prepare_decode()
         the next call overwrites them.
@@ -132,6 +156,14 @@ class ModelRunner:
             buckets = self._graphs.buckets
             for rows in reversed(buckets.rows):
                 self._graphs.warm_up(Bucket(rows, buckets.contexts[0]))
+
+    @torch.inference_mode()
+    def warm_thread(self, most_rows: int) -> None:
+        """See Runner: the plans of a library's attention are a thread's own."""
+        if self.op_set.attention is ops.CUDA_ATTENTION and self.config.sliding_window is None:
+            shape = self._layout.queries, self._layout.kv, self.config.head_dim
+            dtype = self._embedding(torch.zeros(1, dtype=torch.int64, device=self.device)).dtype
+            ops.prepare_lengths(*shape, dtype, self.device, most_rows)
 
     def _why_no_buckets(self) -> str | None:
         if self.device.type != "cuda":
@@ -182,19 +214,25 @@ class ModelRunner:
     def _make_plan(self, inputs: BatchInputs) -> StepTensors:
         self._rotary.reach(max(inputs.kv_lens))
         cos, sin = self._rotary.at(inputs.positions, torch.float32)
-        attend = self.op_set.plan(
-            inputs.q_lens,
-            inputs.kv_lens,
-            inputs.block_lists,
-            inputs.block_tokens,
-            self.device,
-            self.config.sliding_window,
-        )
+        attend = self._attend(inputs, range(len(inputs.q_lens)), inputs.q_lens)
         if self.op_set.prepare_store is not None:
             store = self.op_set.prepare_store(cos, sin, inputs.slots, self._layout)
             return StepTensors(None, None, attend, store)
         rotate = self.op_set.rows.rotation(cos, sin, self._layout)
         return StepTensors(rotate, ops.plan_write(inputs.slots, _host_slots(inputs)), attend)
+
+    def _attend(
+        self, inputs: BatchInputs, sequences: Sequence[int], q_lens: Sequence[int] | None = None
+    ) -> ops.AttentionPlan:
+        """Attention of those sequences' last rows. q_lens: of more than one row each."""
+        return self.op_set.plan(
+            [1] * len(sequences) if q_lens is None else q_lens,
+            [inputs.kv_lens[index] for index in sequences],
+            [inputs.block_lists[index] for index in sequences],
+            inputs.block_tokens,
+            self.device,
+            self.config.sliding_window,
+        )
 
 
 def _host_slots(inputs: BatchInputs) -> list[int]:

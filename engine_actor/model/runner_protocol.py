@@ -54,6 +54,14 @@ class Runner(Protocol):
         """fp32 logits [R, vocab_size] of the given rows of hidden."""
         ...
 
+    def last_logits(
+        self, hidden: torch.Tensor, inputs: BatchInputs, first: int
+    ) -> torch.Tensor | None:
+        """Apply layers first..n_layers-1, writing their KV: fp32 logits [R, vocab_size] of
+        inputs.logit_rows, None where that names no row. What run_layers() and logits() give.
+        """
+        ...
+
     def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
         """The whole forward of a decode batch: fp32 logits [B, vocab_size], a row a sequence.
 
@@ -65,6 +73,12 @@ class Runner(Protocol):
     @property
     def graph_counts(self) -> GraphCounts:
         """Of the decode steps so far."""
+        ...
+
+    def warm_thread(self, most_rows: int) -> None:
+        """Prepare what the calling thread needs for itself to run chunks of up to most_rows rows
+        without a delay; to be called by the one thread that steps.
+        """
         ...
 
     def reserve_kv(self, capacity: int) -> None:

@@ -29,7 +29,8 @@ class BatchInputs:
     token is written; block_tables i32[B, max_blocks], right-padded with 0; logit_rows i64[R], the
     rows of T whose logits are wanted (default: the last row of each sequence).
     Host copies, so that the CPU path and the launch code never synchronise: q_lens (new tokens per
-    sequence), kv_lens (keys visible to the last of them), block_lists (block ids per sequence).
+    sequence), kv_lens (keys visible to the last of them), block_lists (block ids per sequence),
+    wanted (the sequences whose last rows logit_rows are; None where it may name any rows).
     """
 
     ids: torch.Tensor
@@ -41,6 +42,7 @@ class BatchInputs:
     kv_lens: tuple[int, ...]
     block_lists: tuple[tuple[int, ...], ...]
     block_tokens: int
+    wanted: tuple[int, ...] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -98,6 +100,7 @@ class _Rows:
     positions: array[int] = field(default_factory=partial(array, "q"))
     targets: array[int] = field(default_factory=partial(array, "q"))
     logit_rows: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
     q_lens: list[int] = field(default_factory=list)
     kv_lens: list[int] = field(default_factory=list)
     block_lists: list[tuple[int, ...]] = field(default_factory=list)
@@ -109,6 +112,7 @@ class _Rows:
         self.positions += other.positions
         self.targets += other.targets
         self.logit_rows += [n_rows + row for row in other.logit_rows]
+        self.wanted += [len(self.q_lens) + index for index in other.wanted]
         self.q_lens += other.q_lens
         self.kv_lens += other.kv_lens
         self.block_lists += other.block_lists
@@ -126,6 +130,7 @@ def _decode_rows(slots: Sequence[DecodeSlot], block_tokens: int) -> _Rows:
         positions=array("q", positions),
         targets=array("q", targets),
         logit_rows=list(range(len(slots))),
+        wanted=list(range(len(slots))),
         q_lens=[1] * len(slots),
         kv_lens=[position + 1 for position in positions],
         block_lists=block_lists,
@@ -138,7 +143,7 @@ def _prefill_rows(chunks: Sequence[PrefillChunk], block_tokens: int) -> _Rows:
         kv_lens=[chunk.end for chunk in chunks],
         block_lists=[chunk.blocks for chunk in chunks],
     )
-    for chunk in chunks:
+    for index, chunk in enumerate(chunks):
         if len(chunk.tokens) != chunk.end - chunk.start:
             raise ValueError(f"{chunk.key}: {len(chunk.tokens)} ids for {chunk.start}..{chunk.end}")
         rows.ids.extend(chunk.tokens)
@@ -146,6 +151,7 @@ def _prefill_rows(chunks: Sequence[PrefillChunk], block_tokens: int) -> _Rows:
         rows.targets.frombytes(_bytes(_slots(chunk, block_tokens)))
         if chunk.samples:
             rows.logit_rows.append(len(rows.ids) - 1)
+            rows.wanted.append(index)
     return rows
 
 
@@ -193,6 +199,7 @@ def _assemble(
         kv_lens=tuple(batch.kv_lens),
         block_lists=tuple(batch.block_lists),
         block_tokens=block_tokens,
+        wanted=tuple(batch.wanted),
     )
 
 

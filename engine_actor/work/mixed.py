@@ -67,10 +67,12 @@ class MixedWork(Work):
 
     def _forward(self) -> None:
         runner, inputs = self.context.runner, self._prepared_inputs()
+        if not self.prefill.scores_prompts:
+            self.logits = runner.last_logits(runner.embed(inputs), inputs, 0)
+            return
         hidden = runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers)
         self.logits = runner.logits(hidden, inputs.logit_rows)
-        if self.prefill.scores_prompts:
-            self.prefill.hidden = hidden[self.decode.rows :]
+        self.prefill.hidden = hidden[self.decode.rows :]
 
     def _report(self) -> WorkResult:
         tokens = self._tokens()

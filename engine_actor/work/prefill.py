@@ -134,27 +134,31 @@ class PrefillWork(Work):
     def _forward(self) -> None:
         runner, inputs, layers = self.context.runner, self._prepared_inputs(), self.layers
         if layers is None:
-            self._end(runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers))
+            self._end(runner.embed(inputs), 0)
             return
         before = self.open_chunk
         hidden = before.hidden if layers.first else runner.embed(inputs)
         if hidden is None:
             raise RangeLost(f"{self.chunks[0].key}: nothing is left of the layers before")
-        hidden = runner.run_layers(hidden, inputs, layers.first, layers.last)
         if layers.last == layers.of:
             before.close()
-            self._end(hidden)
+            self._end(hidden, layers.first)
             return
+        hidden = runner.run_layers(hidden, inputs, layers.first, layers.last)
         before.inputs, before.hidden = inputs, hidden
         before.key, before.next_layer = self.chunks[0].key, layers.last
 
-    def _end(self, hidden: torch.Tensor) -> None:
-        """The head, for the rows that sample."""
-        inputs = self._prepared_inputs()
-        if self.sampled:
-            self.logits = self.context.runner.logits(hidden, inputs.logit_rows)
+    def _end(self, hidden: torch.Tensor, first: int) -> None:
+        """Layers first.. and the head, for the rows that sample."""
+        runner, inputs = self.context.runner, self._prepared_inputs()
         if self.scores_prompts:
-            self.hidden = hidden
+            self.hidden = runner.run_layers(hidden, inputs, first, runner.n_layers)
+            if self.sampled:
+                self.logits = runner.logits(self.hidden, inputs.logit_rows)
+            return
+        logits = runner.last_logits(hidden, inputs, first)
+        if self.sampled:
+            self.logits = logits
 
     def _report(self) -> WorkResult:
         return WorkResult(

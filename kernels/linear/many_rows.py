@@ -75,14 +75,16 @@ class ManyRows(Generic[AnyTile]):
         residual: torch.Tensor | None = None,
         max_ctas: int | None = None,
         plan: Plan[AnyTile] | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """residual: fp16, shaped like y and added last. max_ctas: at most so many multiprocessors
-        are taken, None for what share_of_card() allows. plan: forced, for benches and tests.
+        are taken, None for what share_of_card() allows. plan: forced, for benches and tests. out:
+        y, fp16 and contiguous, where it is there already.
         """
         weights = self.weights
         x = rows_for(x, weights)
         m, width = x.shape[0], weights.out_features // (2 if self.silu else 1)
-        y = torch.empty(m, width, dtype=torch.float16, device=x.device)
+        y = torch.empty(m, width, dtype=torch.float16, device=x.device) if out is None else out
         if m == 0:
             return y
         plan = plan or self.plan_for(m)
@@ -120,6 +122,13 @@ class ManyRows(Generic[AnyTile]):
             launch_dependents=overlap,
         )
         return y
+
+    def into(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """See weights.write_into."""
+        if y.dtype == torch.float16:
+            self(x, out=y)
+        else:
+            y.copy_(self(x))
 
     def plan_for(
         self, m: int, tile: AnyTile | None = None, splits: int | None = None

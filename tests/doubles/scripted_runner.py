@@ -96,9 +96,18 @@ class HashRunner:
         logits[torch.arange(len(rows)), chosen] = 10.0
         return self._track(logits)
 
+    def last_logits(
+        self, hidden: torch.Tensor, inputs: BatchInputs, first: int
+    ) -> torch.Tensor | None:
+        hidden = self.run_layers(hidden, inputs, first, self.n_layers)
+        return self.logits(hidden, inputs.logit_rows) if len(inputs.logit_rows) else None
+
     def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
         hidden = self.run_layers(self.embed(inputs), inputs, 0, self.n_layers)
         return self.logits(hidden, inputs.logit_rows)
+
+    def warm_thread(self, most_rows: int) -> None:
+        """Nothing is a thread's own."""
 
     def reserve_kv(self, capacity: int) -> None:
         """An array may lie anywhere."""

@@ -47,10 +47,27 @@ class Attention:
         self._shape = (self._rotated + config.n_kv_heads, config.head_dim)
 
     def __call__(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
+        return self._o(self._attention(self.store(x, kv, step), kv, step.attend))
+
+    def of_rows(
+        self,
+        x: torch.Tensor,
+        kv: ops.LayerCache,
+        step: StepTensors,
+        rows: torch.Tensor,
+        attend: ops.AttentionPlan,
+    ) -> torch.Tensor:
+        """The same of some rows of x alone, [R, hidden]; all of x is put into the cache. attend: of
+        those rows.
+        """
+        q = self.store(x, kv, step).index_select(0, rows)
+        return self._o(self._attention(q, kv, attend))
+
+    def store(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
+        """Put the keys and values of x into the cache; the queries [T, heads, head_dim], scaled."""
         heads = self._qkv(x).view(-1, *self._shape)
         if step.store is not None:
-            q = step.store(heads, kv, self._head_norms)
-            return self._o(self._attention(q, kv, step.attend))
+            return step.store(heads, kv, self._head_norms)
         if self._q_norm is not None and self._k_norm is not None:
             q = self._q_norm(heads[:, : self._heads])
             k = self._k_norm(heads[:, self._heads : self._rotated])
@@ -59,5 +76,4 @@ class Attention:
         assert step.write is not None
         heads = step.rotate(heads)
         ops.write_kv(kv, heads[:, self._heads :], step.write)
-        q = heads[:, : self._heads].to(kv.dtype)
-        return self._o(self._attention(q, kv, step.attend))
+        return heads[:, : self._heads].to(kv.dtype)
