@@ -4,9 +4,9 @@
     scripts/write_random.py 3b /tmp/random-3b     # then start a server with model: {path: ...}
     scripts/bench_serve_rate.py --checkpoint /tmp/random-3b --streams 1,16,64 --output out.json
 
-The engine in this process has the checkpoint and every setting of the server's. In a repetition
-each path gets the same load in turn, the other idle: so many requests at once, all of one length.
-`decode`: tokens between the last first token and the first end, when every stream decodes; a client
+The engine in this process has the server's checkpoint and must have its settings (--set). In a
+repetition each path gets the same load in turn, the other idle: so many requests at once, all of
+one length. `decode`: tokens between the last first token and the first end, when every stream decodes; a client
 that hears several tokens at once counts them at that moment. `text`: all tokens over all time,
 prompts included. Exit code 1 where a share or the time added to the first token breaks a promise.
 """
@@ -26,7 +26,8 @@ from typing import Any
 from bench_http import fetch_json
 from bench_paged_scheduler import numbers
 from cpu_peers import Prompts
-from engine_runs import EngineRun, add_model_flags, engine_of, switches_of
+from engine_actor.engine import Engine
+from engine_runs import BenchError, EngineRun, add_model_flags, engine_of, switches_of
 from results import make_record, make_row, percentile, write_record
 from sse_client import StreamRecord, stream_completion
 
@@ -43,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_flags(parser)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="a server of ours")
+    parser.add_argument("--wait", type=float, default=10.0, help="seconds for it to be ready")
     parser.add_argument("--output", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--streams", type=numbers, default=[1, 16, 64], help="as in 1,16,64")
     parser.add_argument("--prompt", type=int, default=512, help="tokens in")
@@ -71,12 +73,13 @@ class Clients:
     engine: they are forked, and a device does not live on in a child.
     """
 
-    def __init__(self, model: str, vocab_size: int, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
         self._url = f"{args.url.rstrip('/')}/v1/completions"
-        self._model, self._args = model, args
-        self._prompts = Prompts(vocab_size, seed=1)
+        self._args = args
         self._pool = ProcessPoolExecutor(args.clients, multiprocessing.get_context("fork"))
         list(self._pool.map(abs, range(args.clients)))  # all are there
+        self.model = ""
+        self.prompts = Prompts(1)
 
     def __call__(self, streams: int) -> list[StreamRecord]:
         """So many streams at once. Raises RuntimeError where one of them failed."""
@@ -95,8 +98,8 @@ class Clients:
 
     def _body(self) -> dict[str, Any]:
         return {
-            "model": self._model,
-            "prompt": list(self._prompts.next(self._args.prompt)),
+            "model": self.model,
+            "prompt": list(self.prompts.next(self._args.prompt)),
             "max_tokens": self._args.out,
             "temperature": 0,
             "ignore_eos": True,
@@ -211,18 +214,40 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def wait_for_server(args: argparse.Namespace) -> dict[str, Any]:
+    """Its status once it is ready. Raises BenchError where that takes longer than --wait."""
+    base, end = args.url.rstrip("/"), time.monotonic() + args.wait
+    while not fetch_json(f"{base}/health/ready"):
+        if time.monotonic() > end:
+            raise BenchError(f"no server of ours is ready at {args.url}")
+        time.sleep(0.1)
+    status: dict[str, Any] = fetch_json(f"{base}/v1/status")
+    return status
+
+
+def require_same_settings(engine: Engine, status: dict[str, Any]) -> None:
+    """Raise BenchError where the two engines would not do the same work."""
+    ours = engine.config.model_dump(mode="json") | {"device": None}
+    theirs = status["config"] | {"device": None}
+    other = [
+        f"{name} {theirs.get(name)}, not {ours[name]}"
+        for name in ours
+        if theirs.get(name) != ours[name]
+    ]
+    if other:
+        raise BenchError(f"the server has other settings: {'; '.join(other)}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = build_parser().parse_args(argv)
-    status = fetch_json(f"{args.url.rstrip('/')}/v1/status")
-    listing = fetch_json(f"{args.url.rstrip('/')}/v1/models")
-    if not status or not listing:
-        print(f"no server of ours at {args.url}", file=sys.stderr)
-        return 1
-    clients = Clients(listing["data"][0]["id"], status["model"]["vocab_size"], args)
+    clients = Clients(args)
     try:
-        config = {name: value for name, value in status["config"].items() if name != "device"}
-        engine = engine_of(args, config)
+        engine = engine_of(args)
+        status = wait_for_server(args)
+        require_same_settings(engine, status)
+        clients.model = status["model"]["name"]
+        clients.prompts = Prompts(engine.facts.vocab_size, seed=1)
         run = EngineRun(engine)
         paths: dict[str, Send] = {
             "engine": lambda streams: through_engine(run, streams, args),
