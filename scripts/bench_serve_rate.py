@@ -6,9 +6,10 @@
 
 The engine in this process has the server's checkpoint and must have its settings (--set). In a
 repetition each path gets the same load in turn, the other idle: so many requests at once, all of
-one length. `decode`: tokens between the last first token and the first end, when every stream decodes; a client
-that hears several tokens at once counts them at that moment. `text`: all tokens over all time,
-prompts included. Exit code 1 where a share or the time added to the first token breaks a promise.
+one length. `decode`: tokens between the last first token and the first end, when every stream
+decodes; a client that hears several tokens at once counts them at that moment. `text`: all tokens
+over all time, prompts included. Exit code 1 where a share or the time added to the first token
+breaks a promise.
 """
 
 from __future__ import annotations
