@@ -11,13 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import AppArgs
+from configs.schema import AppArgs, EngineConfig
+from engine_actor import build, planning
 from engine_actor.build import choose_device
+from engine_actor.core.plan import DecodeSlot, PrefillChunk
 from engine_actor.engine import Engine
 from engine_actor.errors import CheckpointError
+from engine_actor.model.card_plan import Part, Settings
 from engine_actor.model.memory import card_ledger
+from engine_actor.model.runner import ModelRunner
+from engine_actor.model.sampler import Sampler
+from engine_actor.model.step_bytes import StepShape, decode_bytes, prompt_bytes, step_parts
 from engine_actor.planning import plan_here
 from engine_actor.status import _memory
+from engine_actor.warm_up import warm_up
+from engine_actor.work.inputs import BatchInputs, build_decode, build_prefill
 from random_model import SHAPES, random_checkpoint, random_engine, shortened
 from tests.engine.driver import Driver
 
@@ -89,6 +97,55 @@ def test_the_planned_fill_fits_under_the_cap(shape: Any, chunk: int, kv: str) ->
     status = _memory(engine)
     assert status["limit_bytes"] == plan["allowance"]
     assert status["kv_mapped_bytes"] == ledger.mapped
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("shape", [SEVEN, THREE], ids=["7b", "3b"])
+def test_steps_take_what_was_planned(shape: Any, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks at the beginning and at the end of a long prompt, and a batch; nothing but a bound
+    that is not far above.
+    """
+    planned: list[StepShape] = []
+    built: list[ModelRunner] = []
+
+    def parts(of: StepShape, asked: Settings) -> Iterator[Part]:
+        planned.append(of)
+        return step_parts(of, asked)
+
+    def warm(runner: ModelRunner, config: EngineConfig, sampler: Sampler) -> None:
+        built.append(runner)
+        warm_up(runner, config, sampler)
+
+    monkeypatch.setattr(planning, "step_parts", parts)
+    monkeypatch.setattr(build, "warm_up", warm)
+    engine = engine_of(shape, max_num_seqs=8, prefill_chunk_tokens=2048, kv={"dtype": kv})
+    step, runner = planned[-1], built[-1]
+    for chunk in (32, 128, 512, 2048):
+        for end in (chunk, 4096):
+            blocks = (0,) * (end // 16)
+            rows = PrefillChunk(("", 0), end - chunk, end, (5,) * chunk, blocks, samples=True)
+            peak = peak_of(runner, build_prefill([rows], 16, runner.device))
+            most = prompt_bytes(step, Settings(end, 8, chunk, kv == "int8"))
+            assert peak <= most <= 3 * peak + 16 * MIB, (chunk, end, peak / MIB, most / MIB)
+    rows_at_end = [DecodeSlot(("", rid), 4095, 5, (0,) * 256, rid) for rid in range(8)]
+    peak = peak_of(runner, build_decode(rows_at_end, 16, runner.device))
+    assert peak <= decode_bytes(step, 8) <= 3 * peak + 16 * MIB
+    assert engine.facts.kv_blocks > 0
+
+
+@torch.inference_mode()
+def peak_of(runner: ModelRunner, inputs: BatchInputs) -> int:
+    """Bytes beside what is there, of the second of two forward passes."""
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        hidden = runner.run_layers(runner.embed(inputs), inputs, 0, runner.n_layers)
+        runner.logits(hidden, inputs.logit_rows)
+        del hidden
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    return peak
 
 
 def test_weights_take_what_was_planned_and_leave_no_holes() -> None:
