@@ -49,6 +49,10 @@ class FaultRule(_Strict):
     times: int | Literal["always"] = 1
 
 
+CHUNK_TOKENS = 256
+"""Of a CPU, and the least that is chosen for a GPU."""
+
+
 class EngineConfig(_Strict):
     """One engine actor."""
 
@@ -75,14 +79,19 @@ class EngineConfig(_Strict):
     max_partial_prefills: int = Field(
         4, ge=1, description="prompts in prefill at once (1: the seed's)"
     )
-    prefill_chunk_tokens: int = Field(256, ge=1, description="most prompt tokens a step")
+    prefill_chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most prompt tokens a step; default: 256, on a GPU up to 8192 by its memory",
+    )
     prefill_chunk_tokens_while_decoding: int | None = Field(
         None, ge=1, description="smaller budget while a stream decodes; default: the same"
     )
     prefill_slice_tokens: int | None = Field(
         None,
         ge=1,
-        description="a longer chunk runs by ranges of layers while a stream decodes; default: off",
+        description="a longer chunk runs by ranges of layers while a stream decodes; default: 256 "
+        "where a GPU chose a longer chunk, else off",
     )
     async_steps: bool = Field(
         True,
@@ -120,6 +129,11 @@ class EngineConfig(_Strict):
     watchdog_s: float = Field(120.0, gt=0, description="a step longer than this ends the process")
     kv: KVConfig = KVConfig()
     faults: tuple[FaultRule, ...] = Field((), description="injected faults; empty in production")
+
+    @property
+    def chunk_tokens(self) -> int:
+        """prefill_chunk_tokens, and what stands for it where it is left open."""
+        return self.prefill_chunk_tokens or CHUNK_TOKENS
 
 
 class HttpConfig(_Strict):

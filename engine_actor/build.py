@@ -36,7 +36,7 @@ from engine_actor.model.memory import (
 )
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.sampler import Sampler
-from engine_actor.planning import plan_here, render, wants_small_workspaces
+from engine_actor.planning import plan_here, render, wants_small_workspaces, with_chunk
 from engine_actor.service import EngineService
 from engine_actor.threads import engine_threads, physical_cores
 from engine_actor.warm_up import warm_up
@@ -80,6 +80,7 @@ def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0")
     plan = None if device.type == "cpu" else plan_device(args, checkpoint, device)
     if plan is not None:
         max_model_len = plan.settings.max_model_len
+        config = with_chunk(config, plan.settings.chunk_tokens)
     runner = _load_runner(checkpoint, config, device)
     runner.prepare_decode(config.max_num_seqs, max_model_len, config.cuda_graphs)
     facts = _facts(args, checkpoint, runner, max_model_len, name, plan)
@@ -141,7 +142,7 @@ def served_name(source: ModelSource) -> str:
 def activation_bytes(model: ModelConfig, config: EngineConfig, vocab_size: int) -> int:
     """Peak of one step beside weights and KV: the widest layer of a full chunk, and the head's
     fp32 logits with the sampler's copies."""
-    rows = max(config.prefill_chunk_tokens, config.max_num_seqs)
+    rows = max(config.chunk_tokens, config.max_num_seqs)
     width = 4 * model.hidden + 3 * model.intermediate + 2 * model.n_heads * model.head_dim
     logits = max(HEAD_ROWS, config.max_num_seqs) * vocab_size * 4 * 3
     return rows * width * 4 + logits

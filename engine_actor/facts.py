@@ -52,7 +52,7 @@ def scheduler_limits(
         max_num_seqs=config.max_num_seqs,
         max_queue=config.max_queue,
         max_partial_prefills=config.max_partial_prefills,
-        prefill_chunk_tokens=config.prefill_chunk_tokens,
+        prefill_chunk_tokens=config.chunk_tokens,
         prefill_chunk_tokens_while_decoding=config.prefill_chunk_tokens_while_decoding,
         priority_ageing_s=config.priority_ageing_s,
         max_model_len=facts.max_model_len,

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from configs.schema import AppArgs, EngineConfig
+from configs.schema import CHUNK_TOKENS, AppArgs, EngineConfig
 from engine_actor import ops
 from engine_actor.load.checkpoint import Checkpoint
 from engine_actor.load.footprint import (
@@ -40,6 +40,8 @@ from engine_actor.model.precision import compute_dtype, resolve_kv_dtype
 from engine_actor.model.step_bytes import StepShape, step_parts
 
 SMALL_CARD_BYTES = 12 << 30
+CHUNKS = {8192: 20 << 30, 2048: 10 << 30, CHUNK_TOKENS: 0}
+"""Prompt tokens of a step where nobody says, and the memory for the engine from which on."""
 LEAST_SM = 80
 """Of the kernels that read strips at any number of rows."""
 STREAMS_OF_A_PAIR = 3
@@ -48,9 +50,37 @@ STREAMS_OF_A_PAIR = 3
 
 def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: int = 0) -> CardPlan:
     """The plan of an engine of `checkpoint` on `card` with compute capability sm / 10. held: bytes
-    that this process has taken already and keeps. Raises ValueError for settings that contradict
-    each other. The checkpoint may be any object with `config`, `entries` and usable_vocab_size().
+    that this process has taken already and keeps. Where the chunk is left open, with the largest
+    one that suits the card and fits. Raises ValueError for settings that contradict each other.
+    The checkpoint may be any object with `config`, `entries` and usable_vocab_size().
     """
+    asked = args.engine.prefill_chunk_tokens
+    if asked is not None:
+        return _plan(args, checkpoint, card, sm, held, asked)
+    plans = (_plan(args, checkpoint, card, sm, held, tokens) for tokens in CHUNKS)
+    for plan in plans:
+        is_small = plan.allowance < CHUNKS[plan.settings.chunk_tokens]
+        if plan.settings.chunk_tokens == CHUNK_TOKENS or not (is_small or plan.refusal):
+            return plan
+    raise AssertionError("the least chunk suits every card")
+
+
+def with_chunk(config: EngineConfig, tokens: int) -> EngineConfig:
+    """The settings with the planned chunk where it was left open. A chunk that was made large is
+    sliced beside decodes, so that a stream waits no longer than for CHUNK_TOKENS.
+    """
+    if config.prefill_chunk_tokens is not None:
+        return config
+    slice_tokens = config.prefill_slice_tokens
+    if slice_tokens is None and tokens > CHUNK_TOKENS:
+        slice_tokens = CHUNK_TOKENS
+    chosen = {"prefill_chunk_tokens": tokens, "prefill_slice_tokens": slice_tokens}
+    return config.model_copy(update=chosen)
+
+
+def _plan(
+    args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: int, chunk_tokens: int
+) -> CardPlan:
     config, model = args.engine, checkpoint.config
     limit = None if config.memory_limit_mb is None else config.memory_limit_mb * MIB
     reserve = config.reserve_memory_mb * MIB
@@ -83,7 +113,7 @@ def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: i
         settings=Settings(
             max_model_len=args.model.max_model_len or checkpoint.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            chunk_tokens=config.prefill_chunk_tokens,
+            chunk_tokens=chunk_tokens,
             int8_kv=kv_dtype == torch.int8,
         ),
         parts=partial(_parts, weights, shape, held),

@@ -57,7 +57,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig, sampler: Sampler) -> None
 def _batches(runner: ModelRunner, config: EngineConfig) -> Iterator[BatchInputs]:
     """Chunks of one block, as many as make the rows; then a decode."""
     block_tokens = config.kv.block_tokens
-    most = min(block_tokens, config.prefill_chunk_tokens)
+    most = min(block_tokens, config.chunk_tokens)
     for total in _sizes(config) if runner.device.type == "cuda" else [most]:
         yield build_prefill(_chunks(total, most), block_tokens, runner.device)
     yield build_decode([DecodeSlot(KEY, 0, 0, (0,), 0)], block_tokens, runner.device)
@@ -74,7 +74,7 @@ def _chunks(total: int, most: int) -> list[PrefillChunk]:
 
 def _sizes(config: EngineConfig) -> list[int]:
     """Rows of a forward, the largest first: what it takes is taken in one piece."""
-    most = max(config.prefill_chunk_tokens, config.max_num_seqs)
+    most = max(config.chunk_tokens, config.max_num_seqs)
     return sorted({most, *(rows for rows in ROWS if rows < most)}, reverse=True)
 
 

@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=int, default=128, help="tokens out of each stream")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt; 0: none")
     parser.add_argument("--prefill-many", type=int, default=16, help="so many of them at once")
-    parser.add_argument("--prefill-chunk-tokens", type=int, default=2048)
+    parser.add_argument("--prefill-chunk-tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="repetitions thrown away")
     parser.add_argument(

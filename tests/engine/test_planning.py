@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import AppArgs
+from configs.schema import AppArgs, EngineConfig
 from engine_actor import build, planning
 from engine_actor.build import context_in
 from engine_actor.errors import CheckpointError
@@ -16,7 +16,7 @@ from engine_actor.load.footprint import head_of
 from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.kv_store import kv_bytes_per_block
 from engine_actor.model.ledger import MIB
-from engine_actor.planning import plan_for, render
+from engine_actor.planning import plan_for, render, with_chunk
 from random_model import SHAPES, RandomCheckpoint, Shape, random_checkpoint
 
 LARGE_CARD = Card(143_771 * MIB, outside=600 * MIB)
@@ -148,3 +148,26 @@ def test_no_context_is_promised_that_the_pool_cannot_hold(caplog: pytest.LogCapt
     assert context_in(400, 16, 5376) == 5376
     assert context_in(291, 16, 5376) == 4656
     assert "from 5376 to 4656" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("card_mb", "length", "chunk"),
+    [(4096, 1024, 256), (12_288, 4096, 2048), (24_576, 4096, 8192), (143_771, 32_768, 8192)],
+)
+def test_an_open_chunk_is_as_large_as_the_card_allows(
+    card_mb: int, length: int, chunk: int
+) -> None:
+    plan = plan_for(args_of(length), random_checkpoint(SHAPES["3b"], CPU), Card(card_mb * MIB), 86)
+    assert plan.refusal is None
+    assert plan.settings.chunk_tokens == chunk
+
+
+def test_a_chosen_chunk_is_sliced_beside_decodes() -> None:
+    config = EngineConfig()
+    assert config.chunk_tokens == 256
+    large, least = with_chunk(config, 8192), with_chunk(config, 256)
+    assert (large.chunk_tokens, large.prefill_slice_tokens) == (8192, 256)
+    assert (least.chunk_tokens, least.prefill_slice_tokens) == (256, None)
+    assert with_chunk(EngineConfig(prefill_slice_tokens=64), 2048).prefill_slice_tokens == 64
+    asked = EngineConfig(prefill_chunk_tokens=512)
+    assert with_chunk(asked, 8192) is asked

@@ -47,7 +47,7 @@ def test_a_run_gives_a_valid_result_with_its_twin(tmp_path, capsys):
     # Twelve tokens, the first before the window opens: eleven steps each repetition.
     assert rows[ours, "step", 1]["n"] == 22
     assert record["switches"]["engine of small chunks"]["prefill_chunk_tokens"] == 8
-    assert record["switches"]["engine"]["prefill_chunk_tokens"] == 2048
+    assert record["switches"]["engine"]["prefill_chunk_tokens"] == 8192
     assert "3 streams" in capsys.readouterr().err
 
 
