@@ -17,14 +17,20 @@ mount()
 
 from kernels.attention.cuda import (  # noqa: E402
     CudaAttention,
+    CudaPlan,
     plan_attention_cuda,
     static_plan_cuda,
 )
 from kernels.attention.cuda_prompt import prepare_lengths  # noqa: E402
+from kernels.attention.decode_heads import (  # noqa: E402
+    DecodeHeads,
+    HeadsFn,
+    load_decode_heads,
+)
 from kernels.attention.exact import attention_exact  # noqa: E402
 from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
-from kernels.elementwise.cuda import CudaRows  # noqa: E402
+from kernels.elementwise.cuda import CudaRows, leave_norm  # noqa: E402
 from kernels.elementwise.embedding import gather_rows_cuda  # noqa: E402
 from kernels.elementwise.exact import ExactRows  # noqa: E402
 from kernels.elementwise.fast import FastRows  # noqa: E402
@@ -38,6 +44,7 @@ from kernels.jit.virtual_memory import MemoryDriver, VirtualPool, full_bytes  # 
 from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
 from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.kv.stage import StagedRows, stage_decode  # noqa: E402
+from kernels.linear.carry import Carry, refuse_carry  # noqa: E402
 from kernels.linear.gemm_plan import limit_multiprocessors  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
     CPU_HALF,
@@ -53,6 +60,7 @@ from kernels.linear.op import (  # noqa: E402
 from kernels.linear.probe import crossover, fastest_dense  # noqa: E402
 from kernels.linear.strip import SCRATCH_BYTES as STRIP_SCRATCH_BYTES  # noqa: E402
 from kernels.linear.strip import refuse_strips, strip_bytes  # noqa: E402
+from kernels.linear.strip_few import StripFew  # noqa: E402
 from kernels.linear.tune import Shape as LinearShape  # noqa: E402
 from kernels.linear.tune import tune_this_card  # noqa: E402
 from kernels.linear.weights import moved  # noqa: E402
@@ -96,6 +104,7 @@ __all__ = [
     "AddNormFn",
     "AttentionFn",
     "AttentionPlan",
+    "Carry",
     "CudaMemory",
     "DenseLinear",
     "DeviceArgmax",
@@ -105,6 +114,7 @@ __all__ = [
     "GreenContextRefused",
     "HeadLayout",
     "HeadNorms",
+    "HeadsFn",
     "Int8KV",
     "LaunchError",
     "LayerCache",
@@ -128,6 +138,7 @@ __all__ = [
     "Sent",
     "StagedRows",
     "StoreFn",
+    "StripFew",
     "Verdict",
     "VirtualPool",
     "WritePlan",
@@ -145,7 +156,9 @@ __all__ = [
     "gather_rows",
     "gather_rows_cuda",
     "gptq_columns",
+    "leave_norm",
     "limit_multiprocessors",
+    "load_decode_heads",
     "loading_apart",
     "moved",
     "new_outcome",
@@ -156,6 +169,7 @@ __all__ = [
     "prepare_gate_up",
     "prepare_lengths",
     "prepare_linear",
+    "refuse_carry",
     "refuse_native_layers",
     "refuse_round_columns",
     "sampler_room_bytes",
@@ -179,6 +193,8 @@ StaticPlanFn = Callable[[torch.Tensor, torch.Tensor, int, int, int | None], Atte
 """As static_plan_cuda."""
 PrepareStoreFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadLayout], StoreFn]
 """(cos, sin, slots, layout) of one forward -> what stores its heads."""
+PrepareHeadsFn = Callable[[torch.Tensor, torch.Tensor, AttentionPlan, HeadLayout], HeadsFn]
+"""(cos, sin, plan, layout) of a decode -> what stores and attends its heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +222,7 @@ class OpSet:
     """The ops of one numerics mode besides the linears. prepare_store: rotation and KV write in one
     kernel, None where they are two steps (rows.rotation, write_kv). static_plan: for decodes whose
     lengths change under a captured graph, None where each step needs a plan of its own.
+    prepare_heads: for such a plan, storing and attending in one kernel.
     """
 
     rows: RowOps
@@ -213,8 +230,12 @@ class OpSet:
     plan: PlanFn = plan_attention
     prepare_store: PrepareStoreFn | None = None
     static_plan: StaticPlanFn | None = None
+    prepare_heads: PrepareHeadsFn | None = None
 
 
+FUSED_DECODE = True
+"""Decoded rows of a bucket go from their heads to attention in one launch; off, in the two that a
+prompt's rows take, for comparison."""
 CUDA_ATTENTION = CudaAttention()
 CUDA_ROWS = CudaRows()
 CUDA_STORE = CudaStore()
@@ -228,7 +249,8 @@ def op_set(exact: bool, shape: LayerShape | None = None) -> OpSet:
     if shape is None or any(verdict.refusal for verdict in explain_layer(shape)):
         return anywhere
     rows = CudaRows(narrow=shape.dtype) if shape.wide else CUDA_ROWS
-    return OpSet(rows, CUDA_ATTENTION, plan_attention_cuda, _prepare_store, static_plan_cuda)
+    heads = _prepare_heads if FUSED_DECODE else None
+    return OpSet(rows, CUDA_ATTENTION, plan_attention_cuda, _prepare_store, static_plan_cuda, heads)
 
 
 def explain_layer(shape: LayerShape) -> tuple[Verdict, ...]:
@@ -251,3 +273,10 @@ def _prepare_store(
 ) -> StoreFn:
     counts = HeadCounts(layout.queries, layout.kv, layout.query_scale)
     return CUDA_STORE.prepare(cos, sin, slots, counts)
+
+
+def _prepare_heads(
+    cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan, layout: HeadLayout
+) -> HeadsFn:
+    assert isinstance(plan, CudaPlan)
+    return DecodeHeads(cos, sin, plan, layout.queries, layout.kv, layout.query_scale)

@@ -88,4 +88,6 @@ def _load_attention(runner: ModelRunner, dtype: torch.dtype) -> None:
     """Which of its kernels a step takes depends on its lengths. dtype: of the activations."""
     if runner.op_set.attention is ops.CUDA_ATTENTION:
         bits = 8 if runner.kv.dtype == torch.int8 else 16
-        ops.CUDA_ATTENTION.load(runner.config.head_dim, bits, dtype, runner.kv.block_tokens)
+        head_dim, block_tokens = runner.config.head_dim, runner.kv.block_tokens
+        ops.CUDA_ATTENTION.load(head_dim, bits, dtype, block_tokens)
+        ops.load_decode_heads(head_dim, bits, dtype, block_tokens, runner.config.qk_norm)

@@ -6,7 +6,9 @@
 Every time is of launches captured in one CUDA graph, the combine of splits included. Caches are
 rotated so that what a launch reads is not left in L2 from the one before. The twin is torch's
 scaled_dot_product_attention over contiguous keys and values of the same sizes: it gathers nothing,
-so it is the kindest comparison. `read_ceiling` is what a plain kernel reads of 2 GiB in this run.
+so it is the kindest comparison. `decode_heads` is what a replayed decode step runs: rotation and
+the write of the new token included, the cache asked for before the launch ahead ends.
+`read_ceiling` is what a plain kernel reads of 2 GiB in this run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any
 
 import torch
 
-from kernels.attention.cuda import CudaAttention, DecodeTensors
+from kernels.attention.cuda import CudaAttention, DecodeTensors, static_plan_cuda
+from kernels.attention.decode_heads import DecodeHeads
 from kernels.jit.kernel import CudaSource
 from kernels.pack.int8_kv import Int8KV
 from results import make_record, make_row, write_record
@@ -140,6 +143,24 @@ def ours(cell: Cell, repeats: int) -> list[float]:
     )
 
 
+def from_heads(cell: Cell, repeats: int) -> list[float]:
+    """decode_heads.cu over the same caches. It writes the newest token, the same one each time."""
+    sets = cell.sets
+    caches = [random_cache(cell, cell.n_blocks) for _ in range(sets)]
+    table = torch.randperm(cell.n_blocks, device="cuda").int().view(cell.batch, -1)
+    lengths = torch.full((cell.batch,), cell.context, dtype=torch.int32, device="cuda")
+    plan = static_plan_cuda(table, lengths, cell.context, BLOCK_TOKENS)
+    cos, sin = torch.randn(2, cell.batch, 1, HEAD_DIM, device="cuda")
+    attend = DecodeHeads(cos, sin, plan, cell.heads, cell.kv_heads, HEAD_DIM**-0.5)
+    rows = cell.heads + 2 * cell.kv_heads
+    heads = torch.randn(cell.batch, rows, HEAD_DIM, device="cuda").half()
+
+    def launch(i: int) -> None:
+        attend(heads, caches[i], None)
+
+    return timed(launch, sets, repeats)
+
+
 def torch_twin(cell: Cell, repeats: int) -> list[float]:
     """torch's SDPA, contiguous keys and values."""
     sets = cell.sets
@@ -163,11 +184,13 @@ def measure(cells: Sequence[Cell], repeats: int) -> list[dict[str, Any]]:
     fp16: dict[tuple[int, ...], float] = {}
     for cell in cells:
         case = asdict(cell) | {"kv_bytes": cell.kv_bytes}
-        times = ours(cell, repeats)
+        times, fused = ours(cell, repeats), from_heads(cell, repeats)
         median = sorted(times)[len(times) // 2]
+        rows.append(make_row(case | {"way": "decode_heads"}, "time", "us", fused, 2))
         rate = cell.kv_bytes / median
         rows.append(make_row(case | {"way": "paged_decode"}, "time", "us", times, 2))
         line = f"{cell.heads}/{cell.kv_heads} b{cell.batch:<3} ctx {cell.context:<6} {cell.kv}  "
+        line += f"from heads {sorted(fused)[len(fused) // 2]:8.2f} us  "
         line += f"{median:8.2f} us  {rate / 1e6:5.2f} TB/s  {rate / best:4.0%}"
         place = (cell.heads, cell.kv_heads, cell.batch, cell.context)
         if cell.kv == "fp16":

@@ -5,14 +5,17 @@
 
 Weights are random, of Qwen2.5-3B's shape unless --shape says otherwise. Times are medians over
 replays, of events around each; the tracer's sum of kernels comes from other replays. No scheduler
-and no sampler: bench_engine.py measures the engine.
+and no sampler: bench_engine.py measures the engine. --without times the step again with all
+launches of one kernel left out, then another: what a step would gain if it cost nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,6 +23,7 @@ from engine_actor.core.plan import DecodeSlot
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.work.inputs import BatchInputs, build_decode
 from gpu_time import trace
+from kernels.jit.kernel import Kernel
 from random_model import SHAPES, random_checkpoint
 
 BLOCK = 16
@@ -30,7 +34,13 @@ def runner_of(shape: str, rows: int, context: int, kv_dtype: str, graphs: bool) 
     """With a cache of random content for `rows` sequences."""
     device = torch.device("cuda")
     checkpoint = random_checkpoint(SHAPES[shape], device)
-    runner = build_runner(checkpoint.config, checkpoint.weights(), device=device, kv_dtype=kv_dtype)
+    runner = build_runner(
+        checkpoint.config,
+        checkpoint.weights(),
+        device=device,
+        kv_dtype=kv_dtype,
+        packed=checkpoint.packed,
+    )
     runner.prepare_decode(rows, context, graphs)
     runner.resize_kv(rows * -(-context // BLOCK))
     with torch.inference_mode():
@@ -48,6 +58,32 @@ def batch(runner: ModelRunner, rows: int, length: int, context: int) -> BatchInp
         for i in range(rows)
     ]
     return build_decode(slots, BLOCK, runner.device)
+
+
+@contextmanager
+def left_out(entry: str) -> Iterator[None]:
+    """Launches of the kernel of that name do nothing while it is open."""
+    launch = Kernel.launch
+
+    def launch_others(kernel: Kernel, *args: Any, **kwargs: Any) -> None:
+        if kernel.entry != entry:
+            launch(kernel, *args, **kwargs)
+
+    Kernel.launch = launch_others  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Kernel.launch = launch  # type: ignore[method-assign]
+
+
+def without(
+    runner: ModelRunner, entry: str, inputs: BatchInputs, context: int, replays: int
+) -> float:
+    """Median seconds of the step without one kernel; the graphs are captured anew."""
+    with left_out(entry):
+        runner.prepare_decode(len(inputs.q_lens), context, True)
+        seconds(lambda: runner.decode_logits(inputs), 20)
+        return statistics.median(seconds(lambda: runner.decode_logits(inputs), replays))
 
 
 def seconds(run: Callable[[], object], times: int) -> list[float]:
@@ -73,6 +109,7 @@ def main() -> None:
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--replays", type=int, default=60)
     parser.add_argument("--eager", action="store_true", help="without graphs")
+    parser.add_argument("--without", nargs="*", default=[], help="kernels to leave out, by name")
     parser.add_argument("--shown", type=int, default=14, help="kernels named for each size")
     args = parser.parse_args()
     most = args.context + 512
@@ -96,6 +133,10 @@ def main() -> None:
         )
         print(f"--- {rows} rows", *traced.lines()[: args.shown], sep="\n")
     print(*table, runner.graph_counts, sep="\n")
+    for rows in args.rows if args.without else ():
+        inputs = batch(runner, rows, args.context + 64, most)
+        each = {entry: without(runner, entry, inputs, most, args.replays) for entry in args.without}
+        print(f"{rows:5d}", *(f"without {name} {1e6 * took:.1f}" for name, took in each.items()))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_actor import ops
+from engine_actor.model.carried import CarriedLayer, CarriedLayers
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.layers.attention import Attention, StepTensors
 from engine_actor.model.layers.linear import Projection, side_by_side
@@ -31,6 +32,8 @@ class DecoderLayer:
     gated: Projection
     """x -> silu(gate) * up."""
     down: ops.Linear
+    carried: CarriedLayer
+    """The same for products that take the norms upon themselves."""
 
     def apply(
         self, x: torch.Tensor, delta: torch.Tensor | None, kv: ops.LayerCache, step: StepTensors
@@ -90,6 +93,7 @@ class Decoder:
         self.norm = norm
         self._add_norm = add_norm
         self._residual_dtype = residual_dtype
+        self._carried: dict[int, CarriedLayers | None] = {}
 
     def run(
         self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors, first: int, last: int
@@ -120,11 +124,23 @@ class Decoder:
         return layer.apply_rows(x, kv[-1], step, rows, attend)
 
     def normed(self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors) -> torch.Tensor:
-        """All layers and the norm, as the head takes it: two launches less. x is overwritten."""
+        """All layers and the norm, as the head takes it: two launches less, and none for a norm
+        between products that can take it upon themselves. x is overwritten.
+        """
         x, delta = x.to(self._residual_dtype), None
+        carried = self._carried_by(x)
+        if carried is not None:
+            return self._add_norm(x, carried.run(x, kv, step))
         for layer, cache in zip(self.layers, kv, strict=True):
             delta = layer.apply(x, delta, cache, step)
         return self.norm(x) if delta is None else self._add_norm(x, delta)
+
+    def _carried_by(self, x: torch.Tensor) -> CarriedLayers | None:
+        rows = x.shape[0]
+        if rows not in self._carried:
+            layers = [layer.carried for layer in self.layers]
+            self._carried[rows] = CarriedLayers.of(layers, rows, x)
+        return self._carried[rows]
 
 
 def build_layer(
@@ -170,4 +186,16 @@ def build_layer(
         add_norm("mlp_norm"),
         gated(),
         linears["down"],
+        CarriedLayer(
+            norms["attn_norm"].float().contiguous(),
+            norms["mlp_norm"].float().contiguous(),
+            config.rms_eps,
+            linears.get("qkv"),
+            attention,
+            linears["o"],
+            add_norm("mlp_norm"),
+            gated(),
+            linears.get("gate_up"),
+            linears["down"],
+        ),
     )

@@ -175,9 +175,13 @@ class ModelRunner:
     def _forward_staged(
         self, rows: ops.StagedRows, attend: ops.AttentionPlan, out: torch.Tensor
     ) -> None:
-        assert self.op_set.prepare_store is not None
-        store = self.op_set.prepare_store(rows.cos, rows.sin, rows.slots, self._layout)
-        step = StepTensors(None, None, attend, store)
+        if self.op_set.prepare_heads is not None:
+            heads = self.op_set.prepare_heads(rows.cos, rows.sin, attend, self._layout)
+            step = StepTensors(None, None, attend, attend_heads=heads)
+        else:
+            assert self.op_set.prepare_store is not None
+            store = self.op_set.prepare_store(rows.cos, rows.sin, rows.slots, self._layout)
+            step = StepTensors(None, None, attend, store)
         normed = self._decoder.normed(self._embedding(rows.ids), self.kv.layers, step)
         self._head.into(normed, out)
 

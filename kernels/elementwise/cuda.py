@@ -41,11 +41,31 @@ def silu_variant(bf16: int) -> Variant:
 
 
 SHIPPED = tuple(
-    norm_variant(entry, width, bf16)
-    for entry in ("rms_norm", "add_rms_norm")
+    norm_variant(entry, width, bf16, wide)
+    for entry in ("rms_norm", "add_rms_norm", "leave_norm")
     for width in (576, 2048, 3584, 8192)
     for bf16, wide in ((0, 0), (1, 0), (0, 1))
+    if entry != "leave_norm" or not bf16
 ) + tuple(silu_variant(bf16) for bf16 in (0, 1))
+
+
+def leave_norm(
+    stream: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    squares: torch.Tensor,
+    lift: torch.Tensor,
+) -> None:
+    """The stream [M, H], fp16 or fp32, as products that carry it on want it: see
+    kernels.linear.carry. weight f32[H]; out f16[M, H], squares f32[M, H / 16] and lift f32[M].
+    """
+    rows, width = stream.shape
+    kernel = _norm_kernel("leave_norm", width, 0, int(stream.dtype == torch.float32))
+    block = (norm_threads(width), 1, 1)
+    kernel.launch(
+        (rows, 1, 1), block, stream, weight, out, squares, lift, eps, launch_dependents=True
+    )
 
 
 @cache

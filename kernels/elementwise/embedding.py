@@ -65,6 +65,8 @@ def gather_rows_cuda(table: PackedLinear, ids: torch.Tensor, dtype: torch.dtype)
         table.qweight.shape[1],
         table.group_size,
         table.scales.shape[1],
-        launch_dependents=True,
+        # The first kernel of a step, launched behind all that is before it: later ones may read a
+        # step's inputs and older cache early because of that (attention/decode_heads.cu).
+        launch_dependents=False,
     )
     return out

@@ -1,6 +1,7 @@
 // Row-wise ops between the linears: RMS norm, the same behind a residual add, gated SiLU.
 // Arithmetic is fp32, each result is rounded once. -DBF16; norms also -DWIDTH (values a row, a
 // multiple of 8), -DTHREADS (a multiple of 32), -DWIDE (1: x, the residual stream, is fp32).
+#include "carried_norm.cuh"
 #include "element.cuh"
 
 constexpr int VECTOR = 8;  // values of one 16-byte access
@@ -115,6 +116,41 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 add_rms_norm(residual* x, const element* delta, const float* weight, element* out, float eps) {
     norm_row(x, delta, weight, out, eps);
 }
+
+#if !BF16
+// The first norm of a stream that products carry on: see carried_norm.cuh. grid (rows).
+extern "C" __global__ void __launch_bounds__(THREADS)
+leave_norm(const residual* x, const float* weight, __half* out, float* squares, float* lifts,
+           float eps) {
+    allow_next();
+    const size_t row = size_t(blockIdx.x) * WIDTH;
+    float kept[CHUNKS][VECTOR];
+    float sum = 0.f;
+    wait_for_previous();
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int at = (c * THREADS + threadIdx.x) * VECTOR;
+        if (at >= WIDTH) continue;
+        load_residual(x + row + at, kept[c]);
+        float mine = 0.f;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) mine += kept[c][i] * kept[c][i];
+        sum += mine;
+        const float both = mine + __shfl_xor_sync(3u << (threadIdx.x & 30), mine, 1);
+        if (at % SQUARES_OF == 0) squares[(row + at) / SQUARES_OF] = both;
+    }
+    const float lift = Normed::lift_of(rsqrtf(sum_of_block(sum) / WIDTH + eps));
+    if (threadIdx.x == 0) lifts[blockIdx.x] = lift;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        const int at = (c * THREADS + threadIdx.x) * VECTOR;
+        if (at >= WIDTH) continue;
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) kept[c][i] *= weight[at + i] * lift;
+        store_words(out + row + at, narrow(kept[c]));
+    }
+}
+#endif
 #else
 // out = silu(gate) * up of rows [gate | up], each `width` values, a multiple of 8.
 // grid (ceil(width / 8 / block), rows).

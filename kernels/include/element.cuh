@@ -131,3 +131,10 @@ __device__ __forceinline__ void prefetch(const void* from, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
 #endif
 }
+
+// The same for the 32 bytes around an address.
+__device__ __forceinline__ void prefetch_sector(const void* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#endif
+}

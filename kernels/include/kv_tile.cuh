@@ -46,6 +46,21 @@ struct KeyTile {
         }
     }
 
+    // Token `at` of the tile is the key at `from`.
+    __device__ __forceinline__ void put(const char* from, int at, int row, int pair) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (row + 8 * half != at) continue;
+#pragma unroll
+            for (int i = 0; i < KEY_BYTES / KEY_LOAD; ++i) {
+                const Words<KEY_LOAD> got =
+                    load_words<KEY_LOAD>(from + pair * KEY_LOAD + i * 4 * KEY_LOAD);
+#pragma unroll
+                for (int w = 0; w < KEY_LOAD / 4; ++w) word[half][i * KEY_LOAD / 4 + w] = got.word[w];
+            }
+        }
+    }
+
     // A of k step `step`.
     __device__ __forceinline__ void fragment(int step, unsigned (&a)[4]) const {
         if constexpr (KV_BITS == 16) {
@@ -72,6 +87,21 @@ struct ValueTile {
 #pragma unroll
             for (int v = 0; v < LANE_BYTES / VALUE_LOAD; ++v) {
                 load_once<VALUE_LOAD>(at + v * 8 * VALUE_LOAD, &word[i][v * VALUE_LOAD / 4]);
+            }
+        }
+    }
+
+    // Token `at` of the tile is the value at `from`.
+    __device__ __forceinline__ void put(const char* from, int at, int row, int pair) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (token(pair, i) != at) continue;
+#pragma unroll
+            for (int v = 0; v < LANE_BYTES / VALUE_LOAD; ++v) {
+                const Words<VALUE_LOAD> got =
+                    load_words<VALUE_LOAD>(from + (v * 8 + row) * VALUE_LOAD);
+#pragma unroll
+                for (int w = 0; w < VALUE_LOAD / 4; ++w) word[i][v * VALUE_LOAD / 4 + w] = got.word[w];
             }
         }
     }
@@ -124,7 +154,7 @@ __device__ __forceinline__ unsigned operand_pair(float low, float high) {
 __device__ __forceinline__ void query_fragment(const element* head, int pair, int step,
                                                unsigned (&b)[2]) {
     const Words<8> got = load_words<8>(head + key_dim(pair, 4 * step));
-    if constexpr (KV_BITS == 16) {
+    if constexpr (KV_BITS == 16 || !BF16) {
         b[0] = got.word[0], b[1] = got.word[1];
     } else {
         const float2 low = pair_to_float2(got.word[0]), high = pair_to_float2(got.word[1]);

@@ -184,24 +184,26 @@ def _by_rows(few: list[LinearFn], many: dict[int, LinearFn]) -> LinearFn:
     """few[m] for m up to FEW_ROWS, above it many[number of bits of m]."""
     if len(set(map(id, (*few, *many.values())))) == 1:
         return few[0]
-    return _ByRows(few, many)
+    return ByRows(few, many)
 
 
-class _ByRows:
+class ByRows:
     """One look-up, then the function of that many rows."""
 
     def __init__(self, few: list[LinearFn], many: dict[int, LinearFn]) -> None:
         self._few = few
         self._many = many
 
+    def function_of(self, rows: int) -> LinearFn:
+        """What runs for so many rows."""
+        return self._few[rows] if rows <= FEW_ROWS else self._many[rows.bit_length()]
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.shape[0]
-        return self._few[rows](x) if rows <= FEW_ROWS else self._many[rows.bit_length()](x)
+        return self.function_of(x.shape[0])(x)
 
     def into(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """See weights.write_into."""
-        rows = x.shape[0]
-        write_into(self._few[rows] if rows <= FEW_ROWS else self._many[rows.bit_length()], x, y)
+        write_into(self.function_of(x.shape[0]), x, y)
 
 
 @lru_cache(maxsize=256)

@@ -13,11 +13,12 @@ import torch
 from kernels.linear.cost import linear_bytes, linear_flops
 from kernels.linear.cpu_int4 import CpuInt4
 from kernels.linear.cpu_native import CpuNative
-from kernels.linear.cuda import Cuda
+from kernels.linear.cuda import ByRows, Cuda
 from kernels.linear.dense import CpuHalf, Dense
 from kernels.linear.exact import ExactTiles
 from kernels.linear.reference import Dequantise, linear_reference
 from kernels.linear.row_policy import RowChoice
+from kernels.linear.strip_few import StripFew
 from kernels.linear.weights import LinearFn, Weights, linear_key, write_into
 from kernels.pack.dense_linear import DenseLinear
 from kernels.pack.packed_linear import PackedLinear
@@ -104,14 +105,21 @@ class Linear:
         return self.packed is not None and self.dense is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._function(x)(x)
+        return self._function(x.shape[0])(x)
 
     def into(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Write y, contiguous fp32 [M, N]: without a rounded copy in between where a kernel can."""
-        write_into(self._function(x), x, y)
+        write_into(self._function(x.shape[0]), x, y)
 
-    def _function(self, x: torch.Tensor) -> LinearFn:
-        if self.packed is not None and (self.dense is None or x.shape[0] <= self.few_rows):
+    def carrier(self, rows: int) -> StripFew | None:
+        """What runs for so many rows, where it can take the norms beside it upon itself."""
+        run: LinearFn | None = self._function(rows)
+        if isinstance(run, ByRows):
+            run = run.function_of(rows)
+        return run if isinstance(run, StripFew) and run.refuse_carry() is None else None
+
+    def _function(self, rows: int) -> LinearFn:
+        if self.packed is not None and (self.dense is None or rows <= self.few_rows):
             return self.packed
         assert self.dense is not None
         return self.dense

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.linear.carry import WHOLE_WIDTH, Carry
 from kernels.linear.many_rows import refuse_many_rows, rows_for
 from kernels.linear.strip import StripWeights, to_strips
 from kernels.linear.strip_choice import (
@@ -69,21 +70,63 @@ class StripFew:
         """residual: fp16, shaped like y and added last. out: where y goes, contiguous fp16; may be
         the residual itself. tile: forced.
         """
-        m = x.shape[0]
-        x = rows_for(x, self.weights)
         y = out
         if y is None:
-            y = torch.empty(m, self.width, dtype=torch.float16, device=x.device)
-        if m == 0:
-            return y
+            y = torch.empty(x.shape[0], self.width, dtype=torch.float16, device=x.device)
+        if x.shape[0]:
+            self._launch(x, residual, y, tile or self._tile(x.shape[0]))
+        return y
+
+    def refuse_carry(self) -> str | None:
+        """Why neither norm beside this layer can be part of it, else None. See carry.py."""
+        if self.weights.out_features % WHOLE_WIDTH or self.weights.in_features % WHOLE_WIDTH:
+            return f"{WHOLE_WIDTH} values do not divide its rows and columns"
+        return None
+
+    def normed(self, carry: Carry) -> torch.Tensor:
+        """y of the stream, normed as `carry` says."""
+        rows = carry.x.shape[0]
+        y = torch.empty(rows, self.width, dtype=torch.float16, device=carry.x.device)
+        self._launch(carry.x, None, y, self._tile(rows), normed=carry)
+        carry.taken()
+        return y
+
+    def add_to(self, carry: Carry, x: torch.Tensor, next_weight: torch.Tensor) -> None:
+        """Add y to the stream, and leave the stream for the product behind the next norm, whose
+        weight is next_weight f32[N].
+        """
+        tile = self._tile(x.shape[0])
+        self._launch(x, None, carry.x, tile, carried=carry, next_weight=next_weight)
+
+    def _tile(self, rows: int) -> GemvTile:
         weights = self.weights
-        if tile is None:
-            columns = weights.padded_columns
-            tile = choose_tile(m, weights.strips, columns, weights.bits, self.multiprocessors)
+        columns = weights.padded_columns
+        return choose_tile(rows, weights.strips, columns, weights.bits, self.multiprocessors)
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        y: torch.Tensor,
+        tile: GemvTile,
+        normed: Carry | None = None,
+        carried: Carry | None = None,
+        next_weight: torch.Tensor | None = None,
+    ) -> None:
         overlap = self._launch_dependents and not self._is_first
         self._is_first = False
-        launch_gemv(tile, weights, x, residual, y, gated=self.gated, launch_dependents=overlap)
-        return y
+        launch_gemv(
+            tile,
+            self.weights,
+            rows_for(x, self.weights),
+            residual,
+            y,
+            gated=self.gated,
+            launch_dependents=overlap,
+            normed=normed,
+            carried=carried,
+            next_weight=next_weight,
+        )
 
 
 class FewRows:
@@ -145,7 +188,24 @@ SHIPPED = (
         tile.variant(4, 128, offsets=False, gated=True)
         for tile in (WIDE, WIDE_PAIRS[4], WIDE_THREES_16, WIDE_32[4])
     ),
+    *(
+        tile.variant(4, 128, offsets=False, gated=gated, normed=True)
+        for tile, gated in (
+            (ALONG_K, False),
+            (HALF_K[4], False),
+            (ALONG_K_PAIRS_16, False),
+            (WIDE_PAIRS[4], True),
+            (WIDE_THREES_16, True),
+            (ALONG_K_PAIRS_32, False),
+        )
+    ),
+    *(
+        tile.variant(4, 128, offsets=False, carries=carries)
+        for tile in (ALONE[4], ALONG_K, HALF_K[4], WIDE_PAIRS[4], ALONG_K_16, ALONG_K_32)
+        for carries in (1, 2)
+    ),
 )
 """Every shape for W4 in symmetric groups of 128, the largest ones for W3 and for groups of 32 with
-offsets, gate and up on wide shapes; other kinds of weights compile on first use.
+offsets, gate and up on wide shapes, those with norms where they are in use; other kinds of weights
+compile on first use.
 """

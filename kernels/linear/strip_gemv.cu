@@ -17,7 +17,10 @@
 // 128 columns a scale; 0 where a group is whole steps. OFFSETS 0 or 1. GATED 1: rows 0 .. 7 of each
 // strip are gates of its rows 8 .. 15, y = silu(gate) * up is half as wide. RAGGED 1: K is not
 // whole steps. SIGNED 1: codes are made signed one by one. RESIDENT blocks are to fit a
-// multiprocessor.
+// multiprocessor. NORMED 1: x is to be normed, and is by what its sums are multiplied with. CARRIES 1
+// or 2 (the residual stream is fp32): y is added to that and left as the next norm's input. For both
+// see include/carried_norm.cuh.
+#include "carried_norm.cuh"
 #include "strip.cuh"
 #include "tensor_core.cuh"
 
@@ -240,7 +243,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __restrict__ scales,
            const __half* __restrict__ offsets, const __half* __restrict__ bias,
            const __half* residual, __half* y, int rows, int out_features, int in_features,
-           int steps, int groups, int steps_per_group) {
+           int steps, int groups, int steps_per_group, const float* in_squares,
+           const float* in_lift, float* next_lift, int normed_width, float eps, void* stream,
+           const float* next_weight, const float* out_lift, float* out_squares) {
     allow_next();
     extern __shared__ float partials[];  // [WARPS][ROWS][SUM_PITCH]
     constexpr int WARP_SUMS = ROWS * SUM_PITCH;
@@ -294,8 +299,20 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
 
     Step now[UNROLL];
     load_turn(now, first);
+    // What else it needs in the end comes from memory too, where nothing has read it since the last
+    // step: a row's bias and the next norm's weight.
+    const int early_row = first_strip * strip::HEIGHT + 8 * threadIdx.x;
+    if (threadIdx.x < 2 * STRIPS && early_row < out_features) {
+        if (bias != nullptr) prefetch_sector(bias + early_row);
+        if (CARRIES) prefetch_sector(next_weight + early_row);
+    }
     // Weights never come from the kernel before; x, residual and the room for y may.
     wait_for_previous();
+    const Normed normed = {in_squares, in_lift, next_lift, normed_width, eps};
+    const Carried carried = {stream, next_weight, out_lift, out_squares};
+    constexpr bool EARLY_SQUARES = NORMED && WARPS * RESIDENT <= 32;
+    float4 squares = {};
+    if (EARLY_SQUARES && warp < rows) squares = normed.squares_of(first_row + warp, 4 * lane);
     if (PREFETCH) {
         for (; first < steps; first += TURN) {
             Step next[UNROLL];
@@ -312,6 +329,14 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
         }
     }
     leave(sums, partials + warp * WARP_SUMS, lane);
+    __shared__ float scales_of_rows[NORMED ? ROWS : 1];
+    if (NORMED) {
+        for (int m = warp; m < rows; m += WARPS) {
+            if (!EARLY_SQUARES || m != warp) squares = normed.squares_of(first_row + m, 4 * lane);
+            const float scale = normed.scale(first_row + m, squares, lane, blockIdx.y == 0);
+            if (lane == 0) scales_of_rows[m] = scale;
+        }
+    }
     __syncthreads();
 
     const auto total = [&](int place) {
@@ -327,11 +352,16 @@ strip_gemv(const __half* x, const uint4* __restrict__ words, const __half* __res
         const int n = GATED ? out / 8 * strip::HEIGHT + out % 8 : out;
         const int row = first_strip * strip::HEIGHT + n;
         if (row >= out_features) continue;
-        float value = epilogue.biased(row, total(m * SUM_PITCH + n));
+        const float scale = NORMED ? scales_of_rows[m] : 1.0f;
+        float value = epilogue.biased(row, total(m * SUM_PITCH + n) * scale);
         if (GATED) {
-            const float up = epilogue.biased(row + 8, total(m * SUM_PITCH + n + 8));
+            const float up = epilogue.biased(row + 8, total(m * SUM_PITCH + n + 8) * scale);
             value = strip::silu(value) * up;
         }
-        epilogue.store(first_row + m, blockIdx.y * OUT + out, value);
+        if (CARRIES) {
+            carried.store<CARRIES == 2>(y, first_row + m, row, out_features, value);
+        } else {
+            epilogue.store(first_row + m, blockIdx.y * OUT + out, value);
+        }
     }
 }

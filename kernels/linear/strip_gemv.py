@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from kernels.jit.kernel import CudaSource, Kernel, Variant
+from kernels.linear.carry import Carry
 from kernels.linear.strip import GROUPS, STEP_COLUMNS, STRIP_ROWS, StripWeights
 
 SOURCE = CudaSource("linear/strip_gemv.cu")
@@ -49,10 +50,17 @@ class GemvTile:
         return -(-rows // self.rows), -(-strips // self.strips), 1
 
     def variant(
-        self, bits: int, group: int, offsets: bool, gated: bool = False, ragged: bool = False
+        self,
+        bits: int,
+        group: int,
+        offsets: bool,
+        gated: bool = False,
+        ragged: bool = False,
+        normed: bool = False,
+        carries: int = 0,
     ) -> Variant:
         """The compiled kernel for one kind of weights, with its budget. group: as group_define().
-        ragged: K is not whole steps.
+        ragged: K is not whole steps. normed, carries: see launch_gemv(), carries 1 or 2 by stream.
         """
         sums = self.rows * self.strips
         defines = {
@@ -66,6 +74,8 @@ class GemvTile:
             "OFFSETS": int(offsets),
             "GATED": int(gated),
             "RAGGED": int(ragged),
+            "NORMED": int(normed),
+            "CARRIES": carries,
             "RESIDENT": self.resident,
             "SIGNED": int(self.signed),
         }
@@ -74,7 +84,7 @@ class GemvTile:
             ENTRY,
             defines,
             max_registers=min(255, 65536 // (self.threads * self.resident) // 8 * 8),
-            max_shared_bytes=self.shared_bytes,
+            max_shared_bytes=self.shared_bytes + (4 * self.rows if normed else 0),
             threads=self.threads,
             shared_bytes=self.shared_bytes,
             # More blocks that spill a little are faster than fewer that do not.
@@ -94,10 +104,17 @@ def steps_of_group(weights: StripWeights) -> int:
 
 @cache
 def gemv_kernel(
-    tile: GemvTile, bits: int, group: int, offsets: bool, gated: bool, ragged: bool
+    tile: GemvTile,
+    bits: int,
+    group: int,
+    offsets: bool,
+    gated: bool,
+    ragged: bool,
+    normed: bool,
+    carries: int,
 ) -> Kernel:
     """One Kernel object a variant: it holds what was loaded."""
-    return tile.variant(bits, group, offsets, gated, ragged).kernel()
+    return tile.variant(bits, group, offsets, gated, ragged, normed, carries).kernel()
 
 
 def launch_gemv(
@@ -109,13 +126,22 @@ def launch_gemv(
     *,
     gated: bool,
     launch_dependents: bool,
+    normed: Carry | None = None,
+    carried: Carry | None = None,
+    next_weight: torch.Tensor | None = None,
 ) -> None:
     """y = x @ W.T + bias + residual, or silu(gate) * up. x [M, K] fp16, columns in
     stored order, K a multiple of 8. y and residual fp16 [M, N] (gated: [M, N / 2]).
+
+    normed: x is its x, and is normed. carried: y is its x; to its stream is added, and next_weight
+    f32[N] is the weight of the norm that comes next.
     """
     group, offsets = group_define(weights), weights.offsets is not None
     ragged = x.shape[1] != weights.padded_columns
-    gemv_kernel(tile, weights.bits, group, offsets, gated, ragged).launch(
+    carries = 0 if carried is None else 2 if carried.stream.dtype == torch.float32 else 1
+    is_normed = normed is not None
+    kernel = gemv_kernel(tile, weights.bits, group, offsets, gated, ragged, is_normed, carries)
+    kernel.launch(
         tile.grid(x.shape[0], weights.strips),
         (tile.threads, 1, 1),
         x,
@@ -131,5 +157,11 @@ def launch_gemv(
         weights.steps,
         weights.scales.shape[1],
         steps_of_group(weights),
+        *(None, None, None, 0, 0.0)
+        if normed is None
+        else (normed.squares, *normed.lifts, normed.stream.shape[1], normed.eps),
+        *(None,) * 4
+        if carried is None
+        else (carried.stream, next_weight, carried.lifts[0], carried.squares),
         launch_dependents=launch_dependents,
     )

@@ -13,14 +13,16 @@ from engine_actor.model.layers.linear import Projection
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """What all layers of one forward share. `store` puts heads into the cache in one kernel; where
-    there is none, `rotate` and `write` do.
+    """What all layers of one forward share. `attend_heads` takes projected heads to attention in
+    one kernel. Where there is none, `store` puts them into the cache in one, else `rotate` and
+    `write` do; then comes `attend`.
     """
 
     rotate: ops.RowFn | None
     write: ops.WritePlan | None
     attend: ops.AttentionPlan
     store: ops.StoreFn | None = None
+    attend_heads: ops.HeadsFn | None = None
 
 
 class Attention:
@@ -37,8 +39,8 @@ class Attention:
         head_norms: ops.HeadNorms | None = None,
     ) -> None:
         self._attention = attention
-        self._qkv = qkv
-        self._o = o
+        self.qkv = qkv
+        self.o = o
         self._q_norm = q_norm
         self._k_norm = k_norm
         self._head_norms = head_norms
@@ -47,7 +49,7 @@ class Attention:
         self._shape = (self._rotated + config.n_kv_heads, config.head_dim)
 
     def __call__(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
-        return self._o(self._attention(self.store(x, kv, step), kv, step.attend))
+        return self.o(self.attend(self.qkv(x), kv, step))
 
     def of_rows(
         self,
@@ -61,11 +63,22 @@ class Attention:
         those rows.
         """
         q = self.store(x, kv, step).index_select(0, rows)
-        return self._o(self._attention(q, kv, attend))
+        return self.o(self._attention(q, kv, attend))
 
     def store(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
         """Put the keys and values of x into the cache; the queries [T, heads, head_dim], scaled."""
-        heads = self._qkv(x).view(-1, *self._shape)
+        return self._store(self.qkv(x).view(-1, *self._shape), kv, step)
+
+    def attend(
+        self, projected: torch.Tensor, kv: ops.LayerCache, step: StepTensors
+    ) -> torch.Tensor:
+        """What lies between the projections: qkv's y -> o's x."""
+        heads = projected.view(-1, *self._shape)
+        if step.attend_heads is not None:
+            return step.attend_heads(heads, kv, self._head_norms)
+        return self._attention(self._store(heads, kv, step), kv, step.attend)
+
+    def _store(self, heads: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
         if step.store is not None:
             return step.store(heads, kv, self._head_norms)
         if self._q_norm is not None and self._k_norm is not None:
