@@ -94,9 +94,11 @@ class ManyRows(Generic[AnyTile]):
             arrivals = self._counters.of(queue_key())
         tile = plan.tile
         ctas = share_of_card(self.multiprocessors) if max_ctas is None else max_ctas
-        if ctas >= self.multiprocessors:
+        has_card = ctas >= self.multiprocessors
+        if has_card:
             ctas *= tile.blocks
-        overlap = tile.overlaps and not self._is_first
+        # Blocks that wait for their turn would take what a limit is to leave to others.
+        overlap = tile.overlaps and has_card and not self._is_first
         self._is_first = False
         kernel = kernel_of(tile, weights.bits, self.group, weights.offsets is not None, self.silu)
         kernel.launch(
