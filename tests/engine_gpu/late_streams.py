@@ -152,8 +152,8 @@ def played(
     pair = StreamPair(api, api.decode, api.prefill, SerialPair(device))
     engine._steps._isolation._pair = pair
     context = engine._steps._context
-    # A host that is slow to launch, beside many others, must not make up for a wait.
-    times = LONG if without is not None and without[1] == "default" else 1
+    # The prefill is launched last: a host that is slow to launch must not make up for its wait.
+    times = LONG if without == ("prefill", "default") else 1
     object.__setattr__(context, "feed", late_feed(context.feed, times))
     begin = context.sampler.begin
 
