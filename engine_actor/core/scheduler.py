@@ -47,7 +47,7 @@ class Scheduler:
     """One engine's scheduler. Single-threaded; time comes from the clock alone."""
 
     def __init__(self, limits: SchedulerLimits, kv: KVManager, clock: Clock) -> None:
-        self.limits = limits
+        self.limits = self._planned = limits
         self._kv = kv
         self._clock = clock
         self._roster = Roster(kv)
@@ -132,15 +132,18 @@ class Scheduler:
         max_num_seqs: int | None = None,
         prefill_chunk_tokens: int | None = None,
     ) -> None:
-        """Shrink or restore limits; None leaves one as it is. Safe with works in flight: sequences
-        over a smaller limit are preempted by the next plan and end later. The pool never shrinks
-        below what the largest live request needs; that part goes when it has ended.
+        """Shrink or restore limits, none beyond what it was at the start, for which memory is
+        planned; None leaves one as it is. Safe with works in flight: sequences over a smaller limit
+        are preempted by the next plan and end later. The pool never shrinks below what the largest
+        live request needs; that part goes when it has ended.
         """
         limits = self.limits
         if max_num_seqs is not None:
-            limits = replace(limits, max_num_seqs=max_num_seqs)
+            count = min(max_num_seqs, self._planned.max_num_seqs)
+            limits = replace(limits, max_num_seqs=count)
         if prefill_chunk_tokens is not None:
-            limits = replace(limits, prefill_chunk_tokens=prefill_chunk_tokens)
+            count = min(prefill_chunk_tokens, self._planned.prefill_chunk_tokens)
+            limits = replace(limits, prefill_chunk_tokens=count)
         if kv_fraction is not None:
             self._capacity.set_fraction(kv_fraction)
         self.limits = limits

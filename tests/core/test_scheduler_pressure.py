@@ -147,6 +147,15 @@ def test_limits_are_checked_and_a_bad_one_changes_nothing() -> None:
     assert engine.kv.capacity == 64
 
 
+def test_no_limit_goes_beyond_the_start() -> None:
+    """Memory is planned for so many sequences and tokens a step."""
+    engine = SchedulerHarness(max_num_seqs=3, chunk=16)
+    for asked, given in (((2, 8), (2, 8)), ((100, 4096), (3, 16))):
+        engine.scheduler.limit(max_num_seqs=asked[0], prefill_chunk_tokens=asked[1])
+        limits = engine.scheduler.limits
+        assert (limits.max_num_seqs, limits.prefill_chunk_tokens) == given
+
+
 def test_the_pool_grows_and_shrinks_with_its_budget() -> None:
     engine = SchedulerHarness(n_blocks=4)
     with pytest.raises(ContextLengthExceeded):
