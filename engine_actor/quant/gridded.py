@@ -68,7 +68,8 @@ class Gridded(torch.autograd.Function):
         slope = grouped(grads[0], width)
         latent = change = shift = None
         if ctx.needs_input_grad[0]:
-            latent = (slope * scales.unsqueeze(-1)).view(rows, -1)[:, :columns]
+            # Contiguous where a last group is short too: a fused optimiser takes nothing else.
+            latent = (slope * scales.unsqueeze(-1)).view(rows, -1)[:, :columns].contiguous()
         if ctx.needs_input_grad[1]:
             change = (slope * grouped(codes, width)).sum(-1) * start
         if ctx.needs_input_grad[2]:

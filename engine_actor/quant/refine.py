@@ -10,7 +10,7 @@ import torch
 
 from engine_actor import ops
 from engine_actor.quant.gptq import BLOCK, Curvature
-from engine_actor.quant.grid import Grid, Steps, half, half_scale, spread, values_of
+from engine_actor.quant.grid import Grid, Steps, grouped, half, half_scale, spread, values_of
 
 ROWS = 1024
 """Rows solved at once: bounds the memory of [ROWS, G, G] systems."""
@@ -62,7 +62,6 @@ def _solve(
 ) -> Steps:
     rows, columns = codes.shape
     n_groups = old.scales.shape[1]
-    places = torch.arange(columns, device=codes.device) // width
     kinds = [codes] if old.offsets is None else [codes, torch.ones_like(codes)]
     size = n_groups * len(kinds)
     system = torch.empty(rows, size, size, device=codes.device)
@@ -70,13 +69,13 @@ def _solve(
     # What is left once the old steps are taken out: solving for the change keeps fp32 accurate.
     wanted = (weight - _rounded(codes, old, width)) @ hessian
     for i, left in enumerate(kinds):
-        target[:, i * n_groups : (i + 1) * n_groups] = _sum_groups(left * wanted, places, n_groups)
+        target[:, i * n_groups : (i + 1) * n_groups] = _sum_groups(left * wanted, width)
         for j in range(n_groups):
             columns_of = slice(j * width, min((j + 1) * width, columns))
             for m, right in enumerate(kinds):
                 product = right[:, columns_of] @ hessian[columns_of]
                 system[:, i * n_groups : (i + 1) * n_groups, m * n_groups + j] = _sum_groups(
-                    left * product, places, n_groups
+                    left * product, width
                 )
     diagonal = system.diagonal(dim1=1, dim2=2)
     diagonal += RIDGE * diagonal.mean(1, keepdim=True) + 1e-12
@@ -87,9 +86,9 @@ def _solve(
     return Steps(half_scale(old.scales + change[:, :n_groups]), offsets)
 
 
-def _sum_groups(values: torch.Tensor, places: torch.Tensor, n_groups: int) -> torch.Tensor:
-    sums = torch.zeros(values.shape[0], n_groups, device=values.device)
-    return sums.index_add_(1, places, values)
+def _sum_groups(values: torch.Tensor, width: int) -> torch.Tensor:
+    """[N, K] -> [N, G]. Not index_add_: on a GPU its order, and so its bits, are chance."""
+    return grouped(values, width).sum(-1)
 
 
 def _better(

@@ -11,7 +11,7 @@ from engine_actor.load.progress import silent
 from engine_actor.quant.convert import convert
 from engine_actor.quant.gptq import Curvature, gptq
 from engine_actor.quant.grid import Grid
-from engine_actor.quant.refine import descend, objective
+from engine_actor.quant.refine import descend, objective, refine
 from engine_actor.quant.scale_search import search_steps
 from engine_actor.quant.tune import Rates, Tuning
 from kernels.pack.round_columns import gptq_columns, refuse_round_columns
@@ -50,6 +50,20 @@ def test_both_loops_round_as_plain_torch_does(grid, columns):
     assert float((cpu_first == gpu_first).float().mean()) > 0.97
     assert float((cpu_second == gpu_second).float().mean()) > 0.97
     assert gpu_errors == pytest.approx(cpu_errors, rel=0.03)
+
+
+def test_a_linear_rounded_twice_has_the_same_bits():
+    """A sum in an order left to chance shows only where many threads add to one number."""
+    w = weight(512, 2048, 2).to(GPU)
+    grid, found = Grid(3, 128), []
+    for _ in range(3):
+        curvature = Curvature.of(hessian(2048, 2).to(GPU))
+        steps = search_steps(w, grid)
+        steps, codes = refine(w, curvature, steps, gptq(w, curvature, steps, grid), grid, 2)
+        found.append((steps.scales.cpu(), codes.cpu()))
+    for scales, codes in found[1:]:
+        assert torch.equal(scales, found[0][0])
+        assert torch.equal(codes, found[0][1])
 
 
 def test_a_block_that_is_too_wide_is_refused():

@@ -48,6 +48,7 @@ def test_values_and_slopes_are_those_of_the_plain_chain(grid):
         slopes, torch.autograd.grad((expected * pull).sum(), leaves), strict=True
     ):
         assert torch.allclose(ours, theirs, atol=1e-5)
+        assert ours.is_contiguous()
 
 
 def test_kept_codes_get_no_slope():
