@@ -86,6 +86,7 @@ def _trade(axis: Any, found: Mapping[str, Mapping[str, Record]], modes: Sequence
         line(reject, color="red", ls="--", lw=0.8)
     axis.set(xscale="log", yscale="log", xlabel="time to the long prompt's first token, ms")
     axis.set(ylabel="longest time between two tokens of a stream, ms")
+    _number(axis.xaxis, axis.yaxis)
     axis.legend(fontsize=7)
     axis.grid(alpha=0.3, which="both")
 
@@ -102,7 +103,18 @@ def _spread(axis: Any, found: Mapping[str, Mapping[str, Record]], modes: Sequenc
     axis.axvline(AIM_ITL, color="green", ls="--", lw=0.8)
     axis.axvline(REJECT_ITL, color="red", ls="--", lw=0.8)
     axis.set(xscale="log", xlabel="time between two tokens while it comes in, ms: p50 | p99 | max")
+    _number(axis.xaxis)
     axis.grid(alpha=0.3, which="both", axis="x")
+
+
+def _number(*axes: Any) -> None:
+    """Whole numbers on logarithmic axes instead of powers of ten."""
+    from matplotlib import ticker
+
+    for axis in axes:
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 4)))
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _pyplot() -> Any:
