@@ -35,7 +35,7 @@ def points(record: Mapping[str, Any]) -> dict[str, list[tuple[float, float, str]
     return {method: sorted(values) for method, values in found.items()}
 
 
-def plot(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot(records: Sequence[Mapping[str, Any]], path: Path, without: Sequence[str] = ()) -> None:
     """Write the picture; the format is that of the file's name."""
     import matplotlib
 
@@ -46,11 +46,12 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     together: dict[str, set[tuple[float, float, str]]] = {}
     for record in records:
         for method, found in points(record).items():
-            together.setdefault(method, set()).update(found)
+            if method not in without:
+                together.setdefault(method, set()).update(found)
     for method, values in sorted((method, sorted(found)) for method, found in together.items()):
         style = "x" if OTHER in method else "o"
         axis.plot([b for b, _, _ in values], [k for _, k, _ in values], style, label=method)
-        for bits, kl, case in values:
+        for bits, kl, case in values if style == "o" else ():
             axis.annotate(case, (bits, kl), textcoords="offset points", xytext=(5, 3), fontsize=7)
     axis.set_yscale("log")
     axis.set_xlabel("bits a weight in the layers, scales and offsets included")
@@ -65,10 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Draw one picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("records", type=Path, nargs="+")
+    parser.add_argument("--without", action="append", default=[], help="a method to leave out")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     records = [json.loads(path.read_text(encoding="utf-8")) for path in options.records]
-    plot(records, options.output)
+    plot(records, options.output, options.without)
     return 0
 
 
