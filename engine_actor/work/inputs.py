@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
@@ -146,7 +147,9 @@ def _prefill_rows(chunks: Sequence[PrefillChunk], block_tokens: int) -> _Rows:
     for index, chunk in enumerate(chunks):
         if len(chunk.tokens) != chunk.end - chunk.start:
             raise ValueError(f"{chunk.key}: {len(chunk.tokens)} ids for {chunk.start}..{chunk.end}")
-        rows.ids.extend(chunk.tokens)
+        # Twice as fast as to make i64 of them at once.
+        ids = np.frombuffer(array("I", chunk.tokens), dtype=np.uintc)
+        rows.ids.frombytes(ids.astype(np.int64).tobytes())
         rows.positions.frombytes(_bytes(torch.arange(chunk.start, chunk.end)))
         rows.targets.frombytes(_bytes(_slots(chunk, block_tokens)))
         if chunk.samples:
