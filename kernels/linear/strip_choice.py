@@ -19,7 +19,7 @@ MOST_SHORT = 16
 
 ALONE = {
     4: GemvTile(8, warps=32, unroll=1),
-    3: GemvTile(8, warps=16, unroll=1, prefetch=True),
+    3: GemvTile(8, warps=24, unroll=1),
 }
 ALONG_K = GemvTile(8, warps=16, unroll=1, resident=2)
 HALF_K = {
