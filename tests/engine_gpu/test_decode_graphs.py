@@ -17,7 +17,7 @@ import torch
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
-from engine_actor.model import graph_capture
+from engine_actor.model import carried, graph_capture
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.work.inputs import BatchInputs, build_decode, build_prefill
 from tests.engine.real_engine import BLOCK, Loaded, load, texts
@@ -115,6 +115,27 @@ def test_buckets_agree_with_the_plain_forward(folder: Path) -> None:
     for _ in range(2):
         close = runner.decode_logits(inputs)
         torch.testing.assert_close(close, plain, atol=0.05, rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_products_that_carry_the_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The same step with a launch for every norm, of a model whose widths allow both."""
+    settings: dict[str, Any] = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 192}
+    settings |= {"max_position_embeddings": 2048, "dtype": dtype, "seed": 3}
+    write_tiny(tmp_path, "qwen2", packed=True, **settings)
+    lengths = LENGTHS["between buckets"]
+    logits = []
+    for carries in (True, False):
+        monkeypatch.setattr(carried, "CARRY_NORMS", carries)
+        runner = load(tmp_path, "fast", "cuda").runner
+        runner.prepare_decode(MAX_ROWS, MAX_CONTEXT, True)
+        runner.resize_kv(len(lengths) * BLOCKS_EACH)
+        fill(runner, lengths)
+        logits.append(steps(runner, lengths, 2)[-1])
+        assert any(runner._decoder._carried.values()) == carries
+    torch.testing.assert_close(*logits, atol=0.2, rtol=0.02)
 
 
 def test_padding_writes_no_kv(folder: Path) -> None:
