@@ -22,8 +22,10 @@ MULTIPROCESSORS = {True: 132, False: 84}
 """Of the largest cards, Hopper and older ones: what is split over the card is split in so many."""
 FEW_ROWS = 64
 """Up to here a linear needs no scratch."""
-SPLIT_BYTES = 128 * 1024
-"""For each multiprocessor: partial sums of a product that is split along K, a tile of fp32."""
+SPLITS, MOST_SPLIT_BYTES = 7, 53 * MIB
+"""Parts of a product that is split along K, fp32; and the most that one takes together. From the
+plans of shapes from 0.5B to 8B for 16 to 132 multiprocessors.
+"""
 DENSE_BYTES = 64 * MIB
 """Of a linear of many rows whose weights are made dense, a slice at a time."""
 FLASH_ROWS, FLASH_PARTS = 64, 4
@@ -111,7 +113,11 @@ def _scratch_bytes(shape: StepShape, rows: int) -> int:
     """Of a linear."""
     if rows <= FEW_ROWS:
         return 0
-    return SPLIT_BYTES * _multiprocessors(shape) if shape.in_strips else DENSE_BYTES
+    if not shape.in_strips:
+        return DENSE_BYTES
+    model = shape.model
+    width = max(model.hidden, (model.n_heads + 2 * model.n_kv_heads) * model.head_dim)
+    return min(MOST_SPLIT_BYTES, SPLITS * 4 * max(rows, 2 * FEW_ROWS) * width)
 
 
 def _flash_bytes(shape: StepShape, rows: int) -> int:

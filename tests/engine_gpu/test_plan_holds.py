@@ -50,15 +50,15 @@ def engine_of(shape: Any, **settings: Any) -> Engine:
     return random_engine(shape, {"reserve_memory_mb": RESERVE, **settings}, max_model_len=4096)
 
 
-def limit_with(kv: int, shape: Any, **settings: Any) -> int:
-    """MiB under which the plan leaves `kv` bytes to the KV pool."""
+def limit_with(pool: int, shape: Any, **settings: Any) -> int:
+    """MiB under which the plan leaves `pool` bytes to the KV cache."""
     gc.collect()
     device = choose_device("cuda")
     model = {"path": shape.name, "max_model_len": 4096}
     given = {"reserve_memory_mb": RESERVE, **settings, "memory_limit_mb": 8_000}
     args = AppArgs.model_validate({"model": model, "engine": given})
     plan = plan_here(args, random_checkpoint(shape, device), device)
-    return RESERVE + -(-(plan.planned - plan.kv_bytes + kv) // MIB)
+    return RESERVE + -(-(plan.planned - plan.kv_bytes + pool) // MIB)
 
 
 def fill(engine: Engine) -> Driver:
