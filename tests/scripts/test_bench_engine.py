@@ -17,14 +17,6 @@ TINY = ["--checkpoint", "random:tiny", "--device", "cpu", "--set", "kv.budget_mb
 TINY += ["--set", "max_num_seqs=8", "--set", "cpu_threads=1"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def size_of(row):
     return row["case"].get("streams", row["case"].get("tokens"))
 

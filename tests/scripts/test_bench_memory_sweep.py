@@ -8,7 +8,6 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import bench_memory_sweep
 from bench_memory_sweep import GRID, ran_together, settings_of_cell, spread
@@ -20,14 +19,6 @@ from same_texts import Comparison, compare, summed
 SIZE = "--contexts 48 --concurrency 1,2 --chunk-sizes 32 --kv-dtypes auto --out 20 --repeats 2"
 ARGS = ["--checkpoint", "random:tiny", "--device", "cpu", "--memory-limit-mb", "0"]
 ARGS += ["--set", "kv.budget_mb=1", "--set", "cpu_threads=1"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_cells_run_up_to_the_edge_that_the_plan_predicts(tmp_path, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 import bench_paged_scheduler
 from bench_paged_scheduler import COUNTERS, METRICS, measured
@@ -17,14 +16,6 @@ SEED = (
     "--concurrency 1,2,4 --reserve-memory-mb 384 --no-prefix-cache"
 ).split()
 HERE = ["--checkpoint", "random:tiny", "--device", "cpu", "--set", "cpu_threads=1"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("switch", [[], ["--no-prefill-decode-overlap"]])

@@ -7,7 +7,6 @@ import json
 import weakref
 
 import pytest
-import torch
 
 import bench_tpot_jitter
 from bench_tpot_jitter import ALL_COUNTERS, METRICS, broken_promises, build_parser, measured
@@ -16,14 +15,6 @@ from results import validate
 
 SEED = "--backend w4a16 --max-cache 256 --max-new-tokens 12 --chunk-sizes 128 --long-repeat 8"
 HERE = ["--checkpoint", "random:tiny", "--device", "cpu", "--set", "cpu_threads=1"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(tmp_path, *more):

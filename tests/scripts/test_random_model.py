@@ -13,14 +13,6 @@ from tests.engine.driver import Driver
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_the_shapes_are_qwens():
     """Parameters of Qwen2.5-3B and -7B as published: 3.09 and 7.62 billion."""
     counts = {}

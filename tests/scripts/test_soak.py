@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 import soak
 from engine_actor.messages import Flag
@@ -16,14 +15,6 @@ from results import validate
 SIZE = "--rate 60 --most-prompt 120 --most-out 20 --max-model-len 256 --fault-rate 12 --seconds 1.2"
 ARGS = ["--checkpoint", "random:tiny", "--device", "cpu", "--quiet-every", "0.4", *SIZE.split()]
 ARGS += ["--set", "kv.budget_mb=1", "--set", "cpu_threads=1", "--set", "max_num_seqs=8"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

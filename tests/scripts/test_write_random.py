@@ -3,23 +3,12 @@ is text."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-
 import write_random
 from configs.schema import AppArgs
 from engine_actor.build import build_engine
 from engine_actor.load.tokenizer import Tokenizer
 from random_model import random_engine
 from tests.engine.driver import Driver
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_it_is_the_random_engines_model(tmp_path):
