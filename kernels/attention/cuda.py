@@ -14,9 +14,9 @@ from functools import cache
 import torch
 
 from kernels.attention.cuda_prompt import PromptRun, attend_prompts, prompt_runs
-from kernels.attention.op import AttentionPlan, Segment, on_device
+from kernels.attention.op import AttentionPlan, Segment, on_device, spans
 from kernels.jit.kernel import CudaSource, Kernel, Variant
-from kernels.pack.int8_kv import Int8KV
+from kernels.pack.int8_kv import Int8KV, stored
 from kernels.spec.device import device_info
 from kernels.spec.op import OpKey
 from kernels.spec.registry import refuse_all_but_half
@@ -126,12 +126,10 @@ def plan_attention_cuda(
 ) -> CudaPlan:
     """One segment per sequence; one copy to the device for all decoded rows, one for the prompts
     of a call."""
-    segments, row = [], 0
-    for q_len, kv_len, blocks in zip(q_lens, kv_lens, block_lists, strict=True):
-        used = tuple(blocks[: -(-kv_len // block_tokens)])
-        skip = 0 if window is None else max(0, kv_len - q_len + 1 - window)
-        segments.append(Segment(row, q_len, kv_len, skip, None, used, None, None))
-        row += q_len
+    segments = [
+        Segment(*span[:4], None, span[4], None, None)
+        for span in spans(q_lens, kv_lens, block_lists, block_tokens, window)
+    ]
     decoded = [segment for segment in segments if segment.q_len == 1]
     prompts = prompt_runs(segments, block_tokens, device, window is not None)
     decode = decode_tensors(decoded, bool(prompts), device) if decoded else None
@@ -177,6 +175,16 @@ class Split:
 
     tiles: int
     warps: int
+
+
+def tiles_of(longest: int, window: int | None) -> int:
+    """Tiles that hold a sequence of up to `longest` keys; a window may begin within one."""
+    return -(-min(longest, window or longest) // TILE_TOKENS) + (window is not None)
+
+
+def units_of(queries: int, kv_heads: int) -> int:
+    """Blocks that share a sequence's rows of so many query heads, for one split."""
+    return kv_heads * -(-queries // kv_heads // HEADS_AT_ONCE)
 
 
 def split_of(tiles: int, units: int, multiprocessors: int, kv_bits: int) -> Split:
@@ -254,12 +262,12 @@ class CudaAttention:
         split: Split | None = None,
     ) -> None:
         """Write the decoded rows of out [T, heads * head_dim]. split: for benches."""
-        codes, scales, bits = (kv.codes, kv.scales, 8) if isinstance(kv, Int8KV) else (kv, None, 16)
+        codes, scales, bits = stored(kv)
         kv_heads, head_dim = codes.shape[3], codes.shape[4]
         group = q.shape[1] // kv_heads
-        units = kv_heads * -(-group // HEADS_AT_ONCE)
+        units = units_of(q.shape[1], kv_heads)
         count = step.lengths.shape[0]
-        most = -(-min(step.longest, window or step.longest) // TILE_TOKENS) + (window is not None)
+        most = tiles_of(step.longest, window)
         split = split or split_of(most, units * count, self._processors(q.device), bits)
         splits = -(-most // split.tiles)
         partial, counters = step.room(units, splits, head_dim)

@@ -17,15 +17,15 @@ from kernels.attention.cuda import (
     DTYPES,
     FEW_WARPS,
     HEAD_DIMS,
-    HEADS_AT_ONCE,
-    TILE_TOKENS,
     WARPS,
     CudaPlan,
     split_of,
+    tiles_of,
+    units_of,
 )
 from kernels.attention.cuda import variant as attention_variant
 from kernels.jit.kernel import CudaSource, Kernel, Variant
-from kernels.pack.int8_kv import Int8KV
+from kernels.pack.int8_kv import Int8KV, stored
 from kernels.spec.device import device_info
 
 SOURCE = CudaSource("attention/decode_heads.cu")
@@ -109,15 +109,14 @@ class DecodeHeads:
         self._angles = cos, sin
         self._block_tokens, self._window = plan.block_tokens, plan.window or 0
         self._queries, self._kv_heads, self._query_scale = queries, kv_heads, query_scale
-        longest = min(step.longest, self._window or step.longest)
-        self._tiles = -(-longest // TILE_TOKENS) + (self._window > 0)
-        self._units = kv_heads * -(-queries // kv_heads // HEADS_AT_ONCE)
+        self._tiles = tiles_of(step.longest, plan.window)
+        self._units = units_of(queries, kv_heads)
         self._multiprocessors = device_info(step.lengths.device).multiprocessors
 
     def __call__(
         self, heads: torch.Tensor, kv: torch.Tensor | Int8KV, norms: HeadNorms | None
     ) -> torch.Tensor:
-        codes, scales, bits = (kv.codes, kv.scales, 8) if isinstance(kv, Int8KV) else (kv, None, 16)
+        codes, scales, bits = stored(kv)
         step, dtype, head_dim = self._step, heads.dtype, heads.shape[2]
         count, units = step.lengths.shape[0], self._units
         split = split_of(self._tiles, units * count, self._multiprocessors, bits)

@@ -8,7 +8,7 @@ once; the layers share the plan. Knows no request and no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,22 @@ def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def spans(
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    block_lists: Sequence[Sequence[int]],
+    block_tokens: int,
+    window: int | None,
+) -> Iterator[tuple[int, int, int, int, tuple[int, ...]]]:
+    """(first row, rows, keys, keys that no row sees, blocks in use) of every sequence, for the
+    fields of a Segment."""
+    row = 0
+    for q_len, kv_len, blocks in zip(q_lens, kv_lens, block_lists, strict=True):
+        skip = 0 if window is None else max(0, kv_len - q_len + 1 - window)
+        yield row, q_len, kv_len, skip, tuple(blocks[: -(-kv_len // block_tokens)])
+        row += q_len
+
+
 def plan_attention(
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
@@ -92,16 +108,12 @@ def plan_attention(
 ) -> AttentionPlan:
     """One segment per sequence; block_lists[i] covers kv_lens[i] positions."""
     segments = []
-    row = 0
-    for q_len, kv_len, blocks in zip(q_lens, kv_lens, block_lists, strict=True):
-        used = blocks[: -(-kv_len // block_tokens)]
-        skip = 0 if window is None else max(0, kv_len - q_len + 1 - window)
+    for row, q_len, kv_len, skip, used in spans(q_lens, kv_lens, block_lists, block_tokens, window):
         run = all(block == used[0] + i for i, block in enumerate(used))
         start = used[0] * block_tokens + skip if run else None
         mask = _mask(q_len, kv_len, skip, window, device)
         index = None if run else on_device(torch.tensor(used, dtype=torch.int64), device)
-        segments.append(Segment(row, q_len, kv_len, skip, start, tuple(used), index, mask))
-        row += q_len
+        segments.append(Segment(row, q_len, kv_len, skip, start, used, index, mask))
     groups, alone = _grouped(segments, block_tokens, device)
     return AttentionPlan(tuple(segments), groups, alone, block_tokens, window)
 

@@ -9,7 +9,7 @@ import torch
 
 from kernels.jit.kernel import CudaSource, Kernel, Variant
 from kernels.kv.op import HeadNorms, StoreFn
-from kernels.pack.int8_kv import Int8KV
+from kernels.pack.int8_kv import Int8KV, stored
 from kernels.spec.op import OpKey
 from kernels.spec.registry import refuse_all_but_half
 
@@ -90,7 +90,7 @@ class CudaStore:
         counts: HeadCounts,
     ) -> torch.Tensor:
         rows, count, head_dim = heads.shape
-        codes, scales, bits = (kv.codes, kv.scales, 8) if isinstance(kv, Int8KV) else (kv, None, 16)
+        codes, scales, bits = stored(kv)
         q = torch.empty(rows, counts.queries, head_dim, dtype=heads.dtype, device=heads.device)
         kernel = _kernel(head_dim, bits, DTYPES[heads.dtype], int(norms is not None))
         kernel.launch(

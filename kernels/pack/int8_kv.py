@@ -64,6 +64,12 @@ class Int8KV:
         return dequantise_kv(codes, scales.transpose(-1, -2), dtype)
 
 
+def stored(kv: torch.Tensor | Int8KV) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """(numbers of a layer's cache, their scales where they are codes, bits of a number), as kernels
+    take them."""
+    return (kv.codes, kv.scales, 8) if isinstance(kv, Int8KV) else (kv, None, 16)
+
+
 def empty_int8_kv(
     n_blocks: int, block_tokens: int, kv_heads: int, head_dim: int, device: torch.device
 ) -> Int8KV:
