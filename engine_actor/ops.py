@@ -21,7 +21,7 @@ from kernels.attention.cuda import (  # noqa: E402
     plan_attention_cuda,
     static_plan_cuda,
 )
-from kernels.attention.cuda_prompt import prepare_lengths  # noqa: E402
+from kernels.attention.cuda_prompt import JOINED_KEYS, prepare_lengths  # noqa: E402
 from kernels.attention.decode_heads import (  # noqa: E402
     DecodeHeads,
     HeadsFn,
@@ -115,6 +115,7 @@ __all__ = [
     "HeadLayout",
     "HeadNorms",
     "HeadsFn",
+    "JOINED_KEYS",
     "Int8KV",
     "LaunchError",
     "LayerCache",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine_actor import ops
 from engine_actor.model.card_plan import Part, Settings
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decode_buckets import DecodeBuckets
@@ -36,8 +37,6 @@ HEAD_SLICE_ROWS = 8192
 """An 8-bit head of more rows than its kernels take is made dense so many out-features at a time."""
 SAMPLER_REST = MIB
 """Parameters, histories and replies of sampled rows."""
-JOINED_KEYS = 4
-"""For each row, that several prompts' attention may gather (kernels.attention.cuda_prompt)."""
 POSITIONS_AT_ONCE = 1024
 INT8_KEY_BYTES = {"float16": 3, "bfloat16": 11, "float32": 9}
 """Of a gathered INT8 key or value: its code, what it becomes, and what lies between."""
@@ -101,7 +100,7 @@ def prompt_bytes(shape: StepShape, settings: Settings) -> int:
     mlp = 2 * hidden + (1 if shape.gated else 3) * model.intermediate
     attention = hidden + keys + 4 * queries
     each = INT8_KEY_BYTES[model.dtype] if settings.int8_kv else shape.item_bytes
-    seen = max(settings.max_model_len, JOINED_KEYS * tokens)
+    seen = max(settings.max_model_len, ops.JOINED_KEYS * tokens)
     gathered = seen * keys * each + _flash_bytes(shape, tokens)
     logits = min(tokens, shape.partial_prefills) * _logit_bytes(shape)
     rows = tokens * shape.item_bytes
