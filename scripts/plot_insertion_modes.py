@@ -10,14 +10,13 @@ Needs matplotlib (extra `bench`). Measures nothing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Record = Mapping[str, Any]
+from draw_result import Record, draw_result
+
 ITL = {"itl_p50_s": "p50", "itl_p99_s": "p99", "max_itl_s": "max"}
 AIM_ITL, REJECT_ITL, AIM_TTFT, REJECT_TTFT = 4.0, 8.0, 150.0, 200.0
 VLLM_ITL, VLLM_TTFT = (22.0, 30.0), (105.0, 126.0)
@@ -128,12 +127,7 @@ def _pyplot() -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when the picture is written."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args(argv)
-    plot(json.loads(args.result.read_text(encoding="utf-8")), args.output)
-    return 0
+    return draw_result(argv, __doc__, plot)
 
 
 if __name__ == "__main__":

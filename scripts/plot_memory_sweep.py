@@ -9,14 +9,12 @@ that fits. Needs matplotlib (extra `bench`). Measures nothing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-Record = Mapping[str, Any]
+from draw_result import Record, draw_result
+
 Lines = dict[int, dict[int, dict[str, float]]]
 """streams -> context -> metric -> median, in tokens a second and ms."""
 
@@ -81,14 +79,7 @@ def table(record: Record) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the named result and print its table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("result", type=Path)
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args(argv)
-    record = json.loads(args.result.read_text(encoding="utf-8"))
-    plot(record, args.output)
-    print(table(record))
-    return 0
+    return draw_result(argv, __doc__, plot, table)
 
 
 if __name__ == "__main__":
