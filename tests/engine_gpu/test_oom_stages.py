@@ -260,7 +260,7 @@ os._exit(0)
 
 
 @pytest.mark.xfail(
-    reason="the process ends with an error on an H200, why is not known", strict=False
+    reason="the process ends with an error on an H200, why is not known", strict=True
 )
 def test_a_lost_card_is_fatal_and_every_waiter_is_answered(tmp_path: Path) -> None:
     """In a process of its own: nothing of CUDA works in it afterwards."""
