@@ -25,7 +25,7 @@ from kernels.linear.gemm_plan import limit_multiprocessors
 from kernels.linear.many_rows import ManyRows
 from kernels.linear.strip import StripWeights, padded_columns
 from kernels.linear.strip_dense import StripCublas
-from kernels.linear.strip_few import SHIPPED as FEW_ROWS
+from kernels.linear.strip_few import SHIPPED as FEW_ROW_KERNELS
 from kernels.linear.strip_few import StripFew
 from kernels.linear.strip_gemm import TILES as AMPERE
 from kernels.linear.strip_gemm import GemmAmpere
@@ -92,7 +92,7 @@ def compile_first(bits: Sequence[int]) -> None:
     sm = compute_capability(CUDA)
     tiles = (*AMPERE, *(HOPPER if sm == SM else ()))
     needed = [tile.variant(each, GROUP, offsets=False) for tile in tiles for each in bits]
-    compile_all([(variant, sm) for variant in (*needed, *FEW_ROWS)], workers=16)
+    compile_all([(variant, sm) for variant in (*needed, *FEW_ROW_KERNELS)], workers=16)
 
 
 def measure_shape(n: int, k: int, args: argparse.Namespace) -> list[dict[str, Any]]:

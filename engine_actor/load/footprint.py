@@ -18,8 +18,8 @@ from engine_actor.model.config import ModelConfig
 NORM_BYTES = 4
 """Norms are kept in fp32."""
 TABLES = ("embed", "head")
-FEW_ROWS, BATCH_ROWS, MANY_ROWS = 16, 256, 1 << 20
-"""Of x that kernels read an 8-bit head packed for: in groups, with one scale a row; and strips."""
+GROUPED_HEAD_ROWS, CHANNEL_HEAD_ROWS, STRIP_HEAD_ROWS = 16, 256, 1 << 20
+"""Of x that kernels read a packed head for: 8 bits in groups, with one scale a row; strips."""
 SMALL_GROUP = 64
 """Of an embedding that `quantize --embedding-bits 4` makes."""
 ALIGNMENT = 512
@@ -93,8 +93,9 @@ def head_of(config: ModelConfig, entries: Iterable[Entry]) -> tuple[int, int]:
         return 0, 0
     piece = _Piece(name, config.vocab_size, config.hidden)
     if entry.bits != 8:
-        return entry.bits, 0 if _refuse_strips(entry, piece) else MANY_ROWS
-    return 8, BATCH_ROWS if _group(entry, piece) == config.hidden else FEW_ROWS
+        return entry.bits, 0 if _refuse_strips(entry, piece) else STRIP_HEAD_ROWS
+    is_one_scale = _group(entry, piece) == config.hidden
+    return 8, CHANNEL_HEAD_ROWS if is_one_scale else GROUPED_HEAD_ROWS
 
 
 def has_gated(entries: Iterable[Entry]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from engine_actor import ops
 from engine_actor.model.carried import CarriedLayer, CarriedLayers
 from engine_actor.model.config import ModelConfig
-from engine_actor.model.layers.attention import Attention, StepTensors
+from engine_actor.model.layers.attention import Attention, StepTensors, WantedRows
 from engine_actor.model.layers.linear import Projection, side_by_side
 
 MLP_ROWS, ROW_TILE = 2048, 256
@@ -50,18 +50,13 @@ class DecoderLayer:
         self.attention.store(self.attn_norm(x), kv, step)
 
     def apply_rows(
-        self,
-        x: torch.Tensor,
-        kv: ops.LayerCache,
-        step: StepTensors,
-        rows: torch.Tensor,
-        attend: ops.AttentionPlan,
+        self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors, wanted: WantedRows
     ) -> torch.Tensor:
-        """The layer over x [T, hidden], of which behind the keys and values only `rows` are wanted:
-        [R, hidden]. attend: of those rows. x stays as it is.
+        """The layer over x [T, hidden], of which behind the keys and values only some rows are
+        wanted: [R, hidden]. x stays as it is.
         """
-        added = self.attention.of_rows(self.attn_norm(x), kv, step, rows, attend)
-        x = x.index_select(0, rows)
+        added = self.attention.of_rows(self.attn_norm(x), kv, step, wanted)
+        x = x.index_select(0, wanted.index)
         normed = self.add_mlp_norm(x, added)
         x += self._mlp(normed)
         return x
@@ -111,17 +106,16 @@ class Decoder:
         x: torch.Tensor,
         kv: list[ops.LayerCache],
         step: StepTensors,
-        rows: torch.Tensor,
-        attend: ops.AttentionPlan | None,
+        wanted: WantedRows | None,
     ) -> torch.Tensor:
-        """The last layer, of x [T, hidden] before it: the named rows behind it, [R, hidden]; no
-        other row of its attention or MLP has a reader. attend: of those rows, None for none.
+        """The last layer, of x [T, hidden] before it: the wanted rows behind it, [R, hidden]; no
+        other row of its attention or MLP has a reader. None: nobody reads any.
         """
         x, layer = x.to(self._residual_dtype), self.layers[-1]
-        if attend is None:
+        if wanted is None:
             layer.store(x, kv[-1], step)
             return x[:0]
-        return layer.apply_rows(x, kv[-1], step, rows, attend)
+        return layer.apply_rows(x, kv[-1], step, wanted)
 
     def normed(self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors) -> torch.Tensor:
         """All layers and the norm, as the head takes it: two launches less, and none for a norm

@@ -17,7 +17,7 @@ from engine_actor.model.decode_graphs import DecodeGraphs
 from engine_actor.model.decoder import Decoder
 from engine_actor.model.graph_capture import CudaCapture
 from engine_actor.model.kv_store import KVStore
-from engine_actor.model.layers.attention import StepTensors
+from engine_actor.model.layers.attention import StepTensors, WantedRows
 from engine_actor.model.layers.embed import Embedding
 from engine_actor.model.layers.rope import Rotary
 from engine_actor.model.native_layers import NativeForward
@@ -102,10 +102,9 @@ class ModelRunner:
         if first < last:
             hidden = self.run_layers(hidden, inputs, first, last)
         assert inputs.wanted is not None
-        attend = self._attend(inputs, inputs.wanted) if inputs.wanted else None
-        step = self._plan(inputs)
-        hidden = self._decoder.last_rows(hidden, self.kv.layers, step, rows, attend)
-        return None if attend is None else self.logits(hidden, rows)
+        read = WantedRows(rows, self._attend(inputs, inputs.wanted)) if inputs.wanted else None
+        hidden = self._decoder.last_rows(hidden, self.kv.layers, self._plan(inputs), read)
+        return None if read is None else self.logits(hidden, rows)
 
     @torch.inference_mode()
     def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:

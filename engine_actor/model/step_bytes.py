@@ -21,7 +21,7 @@ from engine_actor.model.ledger import MIB
 HOPPER = 90
 MULTIPROCESSORS = {True: 132, False: 84}
 """Of the largest cards, Hopper and older ones: what is split over the card is split in so many."""
-FEW_ROWS = 64
+ROWS_WITHOUT_SCRATCH = 64
 """Up to here a linear needs no scratch."""
 SPLITS, MOST_SPLIT_BYTES = 7, 53 * MIB
 """Parts of a product that is split along K, fp32; and the most that one takes together. From the
@@ -110,13 +110,13 @@ def prompt_bytes(shape: StepShape, settings: Settings) -> int:
 
 def _scratch_bytes(shape: StepShape, rows: int) -> int:
     """Of a linear."""
-    if rows <= FEW_ROWS:
+    if rows <= ROWS_WITHOUT_SCRATCH:
         return 0
     if not shape.in_strips:
         return DENSE_BYTES
     model = shape.model
     width = max(model.hidden, (model.n_heads + 2 * model.n_kv_heads) * model.head_dim)
-    return min(MOST_SPLIT_BYTES, SPLITS * 4 * max(rows, 2 * FEW_ROWS) * width)
+    return min(MOST_SPLIT_BYTES, SPLITS * 4 * max(rows, 2 * ROWS_WITHOUT_SCRATCH) * width)
 
 
 def _flash_bytes(shape: StepShape, rows: int) -> int:

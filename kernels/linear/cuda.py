@@ -15,7 +15,7 @@ import torch
 
 from kernels.jit.availability import why_no_jit
 from kernels.linear.dequantise_cublas import DequantiseCublas
-from kernels.linear.row_policy import FEW_ROWS, MOST_ROWS, Policy, RowChoice, row_choices
+from kernels.linear.row_policy import MOST_ROWS, ROWS_ONE_BY_ONE, Policy, RowChoice, row_choices
 from kernels.linear.seed import SeedBatchTile, SeedGemv, SeedTiled
 from kernels.linear.strip import STRIP_ROWS, StripWeights, interleave_halves, to_strips
 from kernels.linear.strip_dense import StripCublas
@@ -143,7 +143,7 @@ class Cuda:
         many: dict[int, LinearFn] = {}
         for backend, choice in self.choices(key):
             run = prepared.function_of(backend)
-            few += [run] * (min(choice.last, FEW_ROWS) - len(few))
+            few += [run] * (min(choice.last, ROWS_ONE_BY_ONE) - len(few))
             for length in range(choice.first.bit_length(), choice.last.bit_length() + 1):
                 many[length] = run
         return _by_rows([few[0], *few], many)
@@ -181,7 +181,7 @@ def _through_half(run: LinearFn, dtype: torch.dtype) -> LinearFn:
 
 
 def _by_rows(few: list[LinearFn], many: dict[int, LinearFn]) -> LinearFn:
-    """few[m] for m up to FEW_ROWS, above it many[number of bits of m]."""
+    """few[m] for m up to ROWS_ONE_BY_ONE, above it many[number of bits of m]."""
     if len(set(map(id, (*few, *many.values())))) == 1:
         return few[0]
     return ByRows(few, many)
@@ -196,7 +196,7 @@ class ByRows:
 
     def function_of(self, rows: int) -> LinearFn:
         """What runs for so many rows."""
-        return self._few[rows] if rows <= FEW_ROWS else self._many[rows.bit_length()]
+        return self._few[rows] if rows <= ROWS_ONE_BY_ONE else self._many[rows.bit_length()]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function_of(x.shape[0])(x)
@@ -215,4 +215,4 @@ def _choices(
     return row_choices(backends, key, policy, tuned_tables(key.sm, name))
 
 
-assert MOST_ROWS.bit_length() > FEW_ROWS.bit_length()
+assert MOST_ROWS.bit_length() > ROWS_ONE_BY_ONE.bit_length()

@@ -14,7 +14,7 @@ from kernels.spec.registry import AnyBackend, NoBackend, Verdict, explain
 from kernels.spec.tuned import TunedTable
 
 Policy = Literal["tuned", "seed"]
-FEW_ROWS = 256
+ROWS_ONE_BY_ONE = 256
 """Up to here every number of rows may have a backend of its own; above, every power of two."""
 MOST_ROWS = 1 << 20
 SEED_FALLBACK = "cuda.dequantise_cublas"
@@ -83,8 +83,8 @@ def choose_for_rows(
 def row_choices(
     backends: Sequence[AnyBackend], key: OpKey, policy: Policy, tables: Sequence[TunedTable]
 ) -> list[tuple[AnyBackend, RowChoice]]:
-    """The whole range of rows, in order: 1 to FEW_ROWS one by one, then by powers of two; equal
-    neighbours are one. Raises NoBackend.
+    """The whole range of rows, in order: up to ROWS_ONE_BY_ONE one by one, then by powers of two;
+    equal neighbours are one. Raises NoBackend.
     """
     found: list[tuple[AnyBackend, RowChoice]] = []
     for first, last in row_steps():
@@ -98,8 +98,8 @@ def row_choices(
 
 def row_steps() -> Iterator[tuple[int, int]]:
     """(first, last): the finest cut a policy can make."""
-    yield from ((rows, rows) for rows in range(1, FEW_ROWS + 1))
-    first = FEW_ROWS + 1
+    yield from ((rows, rows) for rows in range(1, ROWS_ONE_BY_ONE + 1))
+    first = ROWS_ONE_BY_ONE + 1
     while first < MOST_ROWS:
         last = (1 << first.bit_length()) - 1
         yield first, last

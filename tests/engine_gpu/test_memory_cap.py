@@ -37,7 +37,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 @contextmanager
-def room(n_bytes: int) -> Iterator[None]:
+def torch_room(n_bytes: int) -> Iterator[None]:
     """Let torch have n_bytes more than it holds now."""
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -56,7 +56,7 @@ def test_a_chunk_too_large_for_the_card_is_run_in_pieces(wide: Loaded) -> None:
     # The first run also pays for what stays: KV tensors and cuBLAS's workspace on each stream.
     level = torch.cuda.memory_allocated()
     engine.kv.reset_prefix_cache()
-    with room(128 * 2**20):
+    with torch_room(128 * 2**20):
         assert texts(engine, prompts, 12) == right
     assert engine.metrics.value("oom_retries_total") > 0
     assert engine.metrics.value("oom_isolated_total") == 0

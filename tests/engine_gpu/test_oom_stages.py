@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 @contextmanager
-def room(n_bytes: int) -> Iterator[None]:
+def ledger_room(n_bytes: int) -> Iterator[None]:
     """Let torch and the KV pool take n_bytes more than they hold now, together."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -120,7 +120,7 @@ def test_it_ends_one_request_and_nothing_else(
     engine.kv.reset_prefix_cache()
     level = settled()
     damage(monkeypatch, model)
-    with room(64 * MIB):
+    with ledger_room(64 * MIB):
         driver = Driver(engine)
         for rid, prompt in enumerate([*PROMPTS, GUILTY]):
             driver.submit(rid, prompt, N_TOKENS, ignore_eos=True)
@@ -153,7 +153,7 @@ def test_no_memory_for_a_graph_ends_nobody(model: Loaded) -> None:
     try:
         runner._graphs._forward = greedy
         engine.kv.reset_prefix_cache()
-        with room(64 * MIB):
+        with ledger_room(64 * MIB):
             assert texts(engine, PROMPTS, N_TOKENS) == right
         assert calls
         assert runner.graph_counts.failures > 0
@@ -189,7 +189,7 @@ def test_a_pool_that_cannot_grow_leaves_no_wrong_text(tmp_path: Path) -> None:
     right = texts(engine, prompts, N_TOKENS)
     engine.kv.reset_prefix_cache()
     engine.elastic.shrink(8)
-    with room(48 * MIB):
+    with ledger_room(48 * MIB):
         driver = Driver(engine)
         for rid, prompt in enumerate(prompts):
             driver.submit(rid, prompt, N_TOKENS, ignore_eos=True)

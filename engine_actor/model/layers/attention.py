@@ -25,6 +25,14 @@ class StepTensors:
     attend_heads: ops.HeadsFn | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class WantedRows:
+    """The rows of a forward that somebody reads. index: [R], of x. attend: of these queries."""
+
+    index: torch.Tensor
+    attend: ops.AttentionPlan
+
+
 class Attention:
     """x [T, hidden], normed -> what is to be added to the residual, [T, hidden]."""
 
@@ -52,18 +60,11 @@ class Attention:
         return self.o(self.attend(self.qkv(x), kv, step))
 
     def of_rows(
-        self,
-        x: torch.Tensor,
-        kv: ops.LayerCache,
-        step: StepTensors,
-        rows: torch.Tensor,
-        attend: ops.AttentionPlan,
+        self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors, wanted: WantedRows
     ) -> torch.Tensor:
-        """The same of some rows of x alone, [R, hidden]; all of x is put into the cache. attend: of
-        those rows.
-        """
-        q = self.store(x, kv, step).index_select(0, rows)
-        return self.o(self._attention(q, kv, attend))
+        """The same of the wanted rows alone, [R, hidden]; all of x is put into the cache."""
+        q = self.store(x, kv, step).index_select(0, wanted.index)
+        return self.o(self._attention(q, kv, wanted.attend))
 
     def store(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
         """Put the keys and values of x into the cache; the queries [T, heads, head_dim], scaled."""
