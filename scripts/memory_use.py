@@ -21,6 +21,16 @@ def growth(values: Sequence[float]) -> float:
     return values[-1] - max(values[: len(values) // 3]) if len(values) >= 3 else 0.0
 
 
+def slope(times: Sequence[float], values: Sequence[float]) -> float:
+    """Of the straight line through the points that leaves the least squares; 0 for fewer than two
+    times."""
+    if len(set(times)) < 2:
+        return 0.0
+    middle, level = sum(times) / len(times), sum(values) / len(values)
+    shared = sum((t - middle) * (v - level) for t, v in zip(times, values, strict=True))
+    return shared / sum((t - middle) ** 2 for t in times)
+
+
 def device_mib(engine: Any) -> float:
     """What torch has handed out on the GPU; 0 without one. The KV pool, which grows with use, is
     mapped outside of torch and not in it.

@@ -4,8 +4,9 @@
     scripts/soak.py --checkpoint random:3b --seconds 480 --output docs/results/gpu_soak.json
 
 From time to time nothing new comes in until the engine is empty: then every block must be free,
-memory must not have grown, and one fixed prompt must give the text it gave at first. Exit code 1
-with a line for whatever was leaked, lost or wrong.
+memory must not have grown, and one fixed prompt must give the text it gave at first. The record
+with its verdict is written anew after each period. Exit code 1 with a line for whatever was leaked,
+lost or wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import Any
 from configs.schema import FaultRule
 from engine_actor.messages import Flag
 from engine_runs import EngineRun, Request, add_model_flags, engine_of, switches_of
-from memory_use import device_mib, growth, live_sequences, pool_mib, reserved_mib, resident_mib
-from results import make_record, make_row, write_record
+from memory_use import device_mib, live_sequences, pool_mib, reserved_mib, resident_mib
+from results import make_record, write_record
+from soak_record import Quiet, memory_trends, process_mib, rows_of
 
 NEVER = {"stage": "finish", "request": "nobody", "times": 1}
 """Keeps the engine's fault hook armed from the start; more rules are added on the way."""
@@ -47,22 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--fault-rate", type=float, default=1.0, help="injected OOMs a second")
     parser.add_argument("--device-growth-mb", type=float, default=16.0, help="allowed")
     parser.add_argument("--host-growth-mb", type=float, default=64.0, help="allowed")
+    parser.add_argument(
+        "--other-growth-mb", type=float, default=64.0, help="of the card's, allowed"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--note", action="append", default=[], help="kept in the result")
     return parser
-
-
-@dataclass
-class Quiet:
-    """What was found when the engine was empty: memory in MiB, and the period before it."""
-
-    at: float
-    tokens: int
-    busy_seconds: float
-    device_mib: float
-    host_mib: float
-    reserved_mib: float = 0.0
-    pool_mib: float = 0.0
 
 
 @dataclass
@@ -79,6 +71,9 @@ class Soak:
     asked_to_cancel: set[int] = field(default_factory=set)
     faults: int = 0
     heard: int = 0
+    lost_blocks: int = 0
+    held_sequences: int = 0
+    other_texts: int = 0
 
     def __post_init__(self) -> None:
         self._draw = random.Random(self.args.seed)
@@ -88,8 +83,8 @@ class Soak:
         self._golden_prompt = self.run.prompt(40)
         self._golden: list[int] = []
 
-    def go(self) -> None:
-        """Periods of load, each ended by a quiet moment, until the time is up."""
+    def go(self, save: Callable[[], object] = lambda: None) -> None:
+        """Periods of load, each ended by a quiet moment and `save`, until the time is up."""
         self.quiet(0.0)
         started = self.clock()
         while self.clock() - started < self.args.seconds:
@@ -105,6 +100,7 @@ class Soak:
                 file=sys.stderr,
                 flush=True,
             )
+            save()
 
     def load(self, end: float) -> None:
         """Random requests until `end`."""
@@ -188,16 +184,18 @@ class Soak:
         if (stats.running, stats.waiting) != (0, 0):
             self.wrong.append(f"{stats.running} run and {stats.waiting} wait where nobody should")
         if stats.free_blocks != stats.capacity_blocks:
-            lost = stats.capacity_blocks - stats.free_blocks
+            lost = self.lost_blocks = stats.capacity_blocks - stats.free_blocks
             self.wrong.append(f"{lost} of {stats.capacity_blocks} blocks are not free")
         engine.kv.check(())
         engine.scheduler.check()
         self._same_text()
         left = live_sequences() - self._not_ours
         if left > 0:
+            self.held_sequences = left
             self.wrong.append(f"{left} sequences are still held")
         memory = device_mib(engine), resident_mib(), reserved_mib(engine), pool_mib(engine)
-        self.quiets.append(Quiet(self.clock(), tokens, seconds, *memory))
+        taken = 0.0 if engine.facts.device == "cpu" else process_mib()
+        self.quiets.append(Quiet(self.clock(), tokens, seconds, *memory, taken))
 
     def _judge(self) -> int:
         tokens = 0
@@ -222,28 +220,38 @@ class Soak:
         self.heard += len(request.tokens)
         self._golden = self._golden or request.tokens
         if request.tokens != self._golden:
+            self.other_texts += 1
             self.wrong.append(f"at {self.clock():.0f} s the fixed prompt gave another text")
         self.ends[Flag.LENGTH.name] += 1
         self.submitted += 1
         self.run.requests.clear()
 
-    def verdict(self) -> list[str]:
-        """All that is wrong, at the end."""
-        metrics, wrong = self.run.engine.metrics, list(self.wrong)
+    def verdict(self) -> dict[str, Any]:
+        """`passed` only where nothing is `wrong`; beside them the figures that this rests on."""
+        metrics, wrong, args = self.run.engine.metrics, list(self.wrong), self.args
         accepted = self.submitted - sum(self.run.refused.values())
-        if sum(self.ends.values()) != accepted:
-            wrong.append(f"{accepted} were accepted, {sum(self.ends.values())} ended")
-        made = int(metrics.value("generation_tokens_total"))
+        ended, made = sum(self.ends.values()), int(metrics.value("generation_tokens_total"))
+        if ended != accepted:
+            wrong.append(f"{accepted} were accepted, {ended} ended")
         if made != self.heard:
             wrong.append(f"{made} tokens were made, {self.heard} heard")
         if not self.ends[Flag.LENGTH.name]:
             wrong.append("no request ended by its length")
-        for name, most in (("device_mib", "device_growth_mb"), ("host_mib", "host_growth_mb")):
-            grown = growth([getattr(quiet, name) for quiet in self.quiets[1:]])
-            if grown > getattr(self.args, most):
-                allowed = getattr(self.args, most)
-                wrong.append(f"{name} grew by {grown:.1f} MiB, {allowed:g} are allowed")
-        return wrong
+        allowed = {
+            "device_mib": args.device_growth_mb,
+            "host_mib": args.host_growth_mb,
+            "other_mib": args.other_growth_mb,
+        }
+        memory, grew = memory_trends(self.quiets[1:], allowed)
+        wrong += grew + unproved(self)
+        return {
+            "passed": not wrong,
+            "wrong": wrong,
+            "leaked": {"blocks": self.lost_blocks, "sequences": self.held_sequences},
+            "lost": {"requests": accepted - ended, "tokens": made - self.heard},
+            "fixed_texts": {"compared": len(self.quiets), "different": self.other_texts},
+            "memory": memory,
+        }
 
 
 def unproved(soak: Soak) -> list[str]:
@@ -256,18 +264,23 @@ def unproved(soak: Soak) -> list[str]:
     return [line for line, is_met in met.items() if not is_met]
 
 
-def rows_of(soak: Soak) -> list[dict[str, Any]]:
-    """One row a quantity: a value for each period."""
-    quiets = soak.quiets[1:]
-    rates = [quiet.tokens / max(quiet.busy_seconds, 1e-9) for quiet in quiets]
-    series = {
-        ("tokens_per_second", "tokens/s"): rates,
-        ("device_memory", "MiB"): [quiet.device_mib for quiet in quiets],
-        ("host_memory", "MiB"): [quiet.host_mib for quiet in quiets],
-        ("reserved_memory", "MiB"): [quiet.reserved_mib for quiet in quiets],
-        ("kv_pool", "MiB"): [quiet.pool_mib for quiet in quiets],
+def record_of(soak: Soak) -> dict[str, Any]:
+    """All that is known by now."""
+    engine = soak.run.engine
+    counts = {
+        "requests": soak.submitted,
+        "refused": dict(soak.run.refused),
+        "ends": dict(soak.ends),
+        "faults_injected": soak.faults,
+        "faults_fired": engine.faults.fired,
+        "preemptions": engine.scheduler.stats.preemptions,
+        "oom_retries_total": int(engine.metrics.value("oom_retries_total")),
+        "periods": len(soak.quiets) - 1,
+        "seconds": round(soak.quiets[-1].at - soak.quiets[0].at, 1),
     }
-    return [make_row({}, name, unit, values, 0) for (name, unit), values in series.items()]
+    found = {"counts": counts, "verdict": soak.verdict()}
+    switches = switches_of(soak.args, engine) | found
+    return make_record("soak", switches, rows_of(soak.quiets[1:]), soak.args.note)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,24 +288,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     engine = engine_of(args, {"faults": [NEVER]}, max_model_len=args.max_model_len)
     soak = Soak(EngineRun(engine, seed=args.seed), args)
-    soak.go()
-    wrong = soak.verdict() + unproved(soak)
-    counts = {
-        "requests": soak.submitted,
-        "refused": soak.run.refused,
-        "ends": dict(soak.ends),
-        "faults_injected": soak.faults,
-        "faults_fired": engine.faults.fired,
-        "preemptions": engine.scheduler.stats.preemptions,
-        "oom_retries_total": int(engine.metrics.value("oom_retries_total")),
-        "wrong": wrong,
-    }
-    record = make_record(
-        "soak", switches_of(args, engine) | {"counts": counts}, rows_of(soak), args.note
-    )
-    write_record(record, args.output)
-    print("\n".join(f"{name}: {value}" for name, value in counts.items()))
-    return int(bool(wrong))
+    soak.go(lambda: write_record(record_of(soak), args.output))
+    found = record_of(soak)["switches"]
+    shown = found["counts"] | found["verdict"]
+    print("\n".join(f"{name}: {value}" for name, value in shown.items()))
+    return int(not found["verdict"]["passed"])
 
 
 if __name__ == "__main__":

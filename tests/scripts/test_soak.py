@@ -9,8 +9,9 @@ import pytest
 import soak
 from engine_actor.messages import Flag
 from engine_runs import EngineRun, Request, engine_of
-from memory_use import growth
+from memory_use import growth, slope
 from results import validate
+from soak_record import memory_trends, process_mib
 
 SIZE = "--rate 60 --most-prompt 120 --most-out 20 --max-model-len 256 --fault-rate 12 --seconds 1.2"
 ARGS = ["--checkpoint", "random:tiny", "--device", "cpu", "--quiet-every", "0.4", *SIZE.split()]
@@ -32,8 +33,12 @@ def test_a_healthy_engine_passes(tmp_path, capsys):
     assert soak.main([*ARGS, "--output", str(out)]) == 0
     record = json.loads(out.read_text())
     validate(record)
-    counts = record["switches"]["counts"]
-    assert counts["wrong"] == []
+    counts, verdict = record["switches"]["counts"], record["switches"]["verdict"]
+    assert (verdict["passed"], verdict["wrong"]) == (True, [])
+    assert verdict["leaked"] == {"blocks": 0, "sequences": 0}
+    assert verdict["lost"] == {"requests": 0, "tokens": 0}
+    assert verdict["fixed_texts"] == {"compared": counts["periods"] + 1, "different": 0}
+    assert set(verdict["memory"]) == {"device_mib", "host_mib", "other_mib"}
     assert counts["requests"] == sum(counts["ends"].values()) > 0
     assert set(counts["ends"]) <= {"LENGTH", "CANCELLED", "OOM"}
     assert {row["metric"] for row in record["rows"]} == {
@@ -42,12 +47,18 @@ def test_a_healthy_engine_passes(tmp_path, capsys):
         "host_memory",
         "reserved_memory",
         "kv_pool",
+        "other_memory",
     }
     assert "wrong: []" in capsys.readouterr().out
 
 
+def told(found):
+    """What is wrong, beside what a soak of no seconds cannot have met."""
+    return [line for line in found.verdict()["wrong"] if line not in soak.unproved(found)]
+
+
 def test_an_idle_engine_has_nothing_wrong(soaked):
-    assert soaked.verdict() == []
+    assert told(soaked) == []
     assert soaked.ends == {"LENGTH": 1}
 
 
@@ -82,7 +93,8 @@ def test_another_text_of_the_fixed_prompt_is_told(soaked):
 
 def test_tokens_that_nobody_heard_are_told(soaked):
     soaked.run.engine.metrics.add("generation_tokens_total", 5)
-    assert soaked.verdict() == ["29 tokens were made, 24 heard"]
+    assert told(soaked) == ["29 tokens were made, 24 heard"]
+    assert soaked.verdict()["lost"] == {"requests": 0, "tokens": 5}
 
 
 def test_a_soak_without_faults_and_cancels_proves_nothing(soaked):
@@ -91,9 +103,36 @@ def test_a_soak_without_faults_and_cancels_proves_nothing(soaked):
     assert soak.unproved(soaked) == []
 
 
+def quiets_of(name: str, *values: float) -> list[soak.Quiet]:
+    """One a minute."""
+    return [
+        soak.Quiet(60.0 * i, 0, 1.0, **{"device_mib": 0.0, "host_mib": 0.0, name: value})
+        for i, value in enumerate(values)
+    ]
+
+
 def test_growing_memory_is_told(soaked):
-    quiet = soaked.quiets[0]
-    soaked.quiets = [quiet] + [soak.Quiet(0, 0, 1.0, 0.0, mib) for mib in (100, 120, 130, 200)]
-    assert soaked.verdict() == ["host_mib grew by 100.0 MiB, 64 are allowed"]
+    soaked.quiets = soaked.quiets + quiets_of("host_mib", 100, 120, 130, 200)
+    assert told(soaked) == ["host_mib grew by 100.0 MiB, 64 are allowed"]
+    assert not soaked.verdict()["passed"]
     assert growth([5, 9, 1, 1, 1, 8]) == -1
     assert growth([1, 100]) == 0
+
+
+def test_memory_that_rises_from_below_its_first_peak_is_told():
+    rising = quiets_of("device_mib", 50, 50, 50, 0, 8, 16, 24, 32, 40)
+    trends, wrong = memory_trends(rising, {"device_mib": 16.0})
+    assert wrong == ["device_mib rises by 8.00 MiB a minute"]
+    assert trends["device_mib"]["grown"] == -10
+    assert memory_trends(rising, {"device_mib": 41.0})[1] == []
+    assert slope([0, 1, 2], [3, 5, 7]) == 2
+    assert slope([1, 1], [0, 5]) == 0
+
+
+def test_what_lies_outside_of_torch_and_the_pool_counts():
+    (quiet,) = quiets_of("process_mib", 900)
+    quiet.reserved_mib, quiet.pool_mib = 300, 200
+    assert quiet.other_mib == 400
+    quiet.process_mib = 0.0
+    assert quiet.other_mib == 0
+    assert process_mib() == 0
