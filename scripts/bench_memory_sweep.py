@@ -9,18 +9,16 @@ and one that dies takes no other's cells with it. A cell is a context and a numb
 the memory plan says fit, and last, for each number of streams, the longest context that the plan
 predicts: all must run at once without a retry, the pool must be as large as planned, and with one
 block more for each stream they must not fit. Every cell's texts are compared with the same prompts
-alone. Exit code 1 where anything crashed, differed or was predicted wrong; cells whose repetitions
-differ by more than a tenth of their median are named.
+alone. The record is written anew after each cell, so that a sweep cut short leaves what it had.
+Exit code 1 where anything crashed, differed or was predicted wrong; cells whose repetitions differ
+by more than a tenth of their median are named.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,16 +28,16 @@ import torch
 from bench_paged_scheduler import numbers, require_whole
 from engine_actor.model.memory import MIB, card_ledger
 from engine_runs import EngineRun, Request, add_model_flags, engine_of, switches_of
-from memory_use import device_mib, growth
+from memory_use import device_mib
 from results import make_record, make_row, percentile, write_record
 from same_texts import Comparison, compare, summed
+from steady_run import Steady, spread
+from sweep_parts import Found, run_part, tell
 
 SPREAD = 0.10
 """How far a repetition may lie from its cell's median."""
-SLOWER = 0.10
-"""How much slower the last quarter of the steady run may be than the first."""
-MOST_GROWTH_MIB = 1.0
-"""Of torch's memory over the steady run."""
+TELL_S = 5.0
+"""From one telling of the steady run to the next."""
 GRID, STEADY = "grid", "steady"
 """The two things that a process of its own may do."""
 Part = tuple[str, int, str]
@@ -60,6 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=int, default=32, help="tokens of each text")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steady-seconds", type=float, default=480.0, help="one cell, on and on")
+    parser.add_argument(
+        "--only", choices=[GRID, STEADY], help="the cells, or one of them on and on"
+    )
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--note", action="append", default=[], help="kept in the result")
     return parser
@@ -76,6 +77,7 @@ class Sweep:
     wrong: list[str] = field(default_factory=list)
     uneven: list[str] = field(default_factory=list)
     compared: Comparison = field(default_factory=Comparison)
+    save: Callable[[], object] = lambda: None
 
     def go(self) -> None:
         """Every cell that the plan says fits, then its edges."""
@@ -123,6 +125,7 @@ class Sweep:
             if spread(values) > SPREAD:
                 self.uneven.append(f"{name}: {metric} differs by {spread(values):.0%}")
         self.compare(name, prompts)
+        self.save()
         print(f"{name}: {percentile(rates, 0.5):.1f} tokens/s", file=sys.stderr, flush=True)
 
     def together(self, prompts: Sequence[tuple[int, ...]]) -> tuple[float, float]:
@@ -164,26 +167,20 @@ class Sweep:
 
     def steady(self) -> None:
         """The largest cell, repeated for the time asked for: no slower and no larger at its end."""
-        streams = max(self.args.concurrency)
+        clock, streams = self.run.clock, max(self.args.concurrency)
         context = min(max(self.args.contexts), self.longest(streams))
         prompts = [self.run.prompt(context - self.args.out) for _ in range(streams)]
-        until, rates, memory = self.run.clock() + self.args.steady_seconds, [], []
-        while self.run.clock() < until:
-            rates.append(self.together(prompts)[0])
-            memory.append(device_mib(self.run.engine))
-        if not rates:
-            return
-        name = self.name(context, streams)
+        self.texts(prompts)  # which warms the cell up
         case = self.case | {"context": context, "streams": streams, "steady": True}
-        self.rows.append(make_row(case, "tokens_per_second", "tokens/s", rates, 1))
-        self.rows.append(make_row(case, "device_mib", "MiB", memory, 0))
-        quarter = len(rates) // 4
-        first, last = rates[: quarter or 1], rates[-quarter or -1 :]
-        before, after = percentile(first, 0.5), percentile(last, 0.5)
-        if after < (1 - SLOWER) * before:
-            self.wrong.append(f"{name}: {before:.1f} -> {after:.1f} tokens/s")
-        if growth(memory) > MOST_GROWTH_MIB:
-            self.wrong.append(f"{name}: torch holds {growth(memory):.1f} MiB more at the end")
+        begun, told, done = clock(), clock(), Steady()
+        while clock() - begun < self.args.steady_seconds:
+            rate, tpot = self.together(prompts)
+            done.add(clock() - begun, rate, tpot, device_mib(self.run.engine))
+            if clock() - told > TELL_S:
+                self.rows, told = done.rows(case), clock()
+                self.save()
+        self.rows = done.rows(case)
+        self.wrong += [f"{self.name(context, streams)}: {line}" for line in done.wrong()]
 
     def memory(self) -> dict[str, int]:
         """What the plan said and what there was, in bytes; `wrong` where they differ."""
@@ -209,12 +206,6 @@ def ran_together(requests: Sequence[Request]) -> bool:
     return max(each.times[0] for each in requests) <= min(each.times[-1] for each in requests)
 
 
-def spread(values: Sequence[float]) -> float:
-    """The largest distance from the median, as a share of it."""
-    median = percentile(values, 0.5)
-    return max(abs(value - median) for value in values) / median
-
-
 def settings_of_cell(args: argparse.Namespace, kv_dtype: str, chunk: int) -> dict[str, Any]:
     """The engine's settings; no prefix cache, which would answer for a repeated prompt."""
     return {
@@ -227,40 +218,48 @@ def settings_of_cell(args: argparse.Namespace, kv_dtype: str, chunk: int) -> dic
     }
 
 
-def measure(args: argparse.Namespace, part: Part) -> dict[str, Any]:
-    """One engine's cells, here; plain values. Raises whatever ends it."""
+def measure(args: argparse.Namespace, part: Part, path: Path | None = None) -> Found:
+    """One engine's cells, here; told to `path` as they come. Raises whatever ends it."""
     dtype, chunk, what = part
     engine = engine_of(args, settings_of_cell(args, dtype, chunk))
     sweep = Sweep(EngineRun(engine), args, {"kv": dtype, "chunk": chunk})
+
+    def found(memory: dict[str, int] | None) -> Found:
+        return {
+            "rows": sweep.rows,
+            "wrong": sweep.wrong + sweep.compared.wrong(),
+            "uneven": sweep.uneven,
+            "memory": memory,
+            "texts": sweep.compared.as_dict(),
+            "switches": switches_of(args, engine),
+        }
+
+    if path is not None:
+        sweep.save = lambda: tell(found(None), path)
     sweep.go() if what == GRID else sweep.steady()
-    memory = sweep.memory()
-    return {
-        "rows": sweep.rows,
-        "wrong": sweep.wrong + sweep.compared.wrong(),
-        "uneven": sweep.uneven,
-        "memory": memory,
-        "texts": sweep.compared.as_dict(),
-        "switches": switches_of(args, engine),
-    }
-
-
-def measured_apart(argv: Sequence[str], part: Part) -> dict[str, Any]:
-    """The same in a process of its own; where that dies, nothing but a line in `wrong`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "part.json")
-        words = [*map(str, argv), "--part", *map(str, part), "--output", str(path)]
-        done = subprocess.run([sys.executable, __file__, *words], check=False)
-        if done.returncode == 0 and path.is_file():
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return found
-    dtype, chunk, what = part
-    return {"wrong": [f"kv {dtype}, chunk {chunk}, {what}: died with code {done.returncode}"]}
+    return found(sweep.memory())
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
     """All engines, and the last one's settings once more for the steady run."""
     grid = [(dtype, chunk, GRID) for dtype in args.kv_dtypes for chunk in args.chunk_sizes]
-    return grid + ([(*grid[-1][:2], STEADY)] if args.steady_seconds > 0 else [])
+    steady = [(*grid[-1][:2], STEADY)] if args.steady_seconds > 0 else []
+    return [part for part in grid + steady if args.only in (None, part[2])]
+
+
+def record_of(args: argparse.Namespace, measured: Mapping[Part, Found], whole: bool) -> Found:
+    """The record of what is known by now. `whole`: no part is to come."""
+    every = list(measured.values())
+    switches = {
+        **next((each["switches"] for each in reversed(every) if "switches" in each), {}),
+        "memory": {" ".join(map(str, part)): each.get("memory") for part, each in measured.items()},
+        "texts": summed([each["texts"] for each in every if "texts" in each]),
+        "wrong": [line for each in every for line in each["wrong"]],
+        "uneven": [line for each in every for line in each.get("uneven", ())],
+        "whole": whole,
+    }
+    rows = [row for each in every for row in each.get("rows", ())]
+    return make_record("memory_sweep", switches, rows, args.note)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -269,27 +268,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.part is not None:
         dtype, chunk, what = args.part
-        found = measure(args, (dtype, int(chunk), what))
-        args.output.write_text(json.dumps(found), encoding="utf-8")
+        tell(measure(args, (dtype, int(chunk), what), args.output), args.output)
         return 0
+    measured: dict[Part, Found] = {}
     parts = parts_of(args)
-    measured = [measured_apart(argv, part) for part in parts]
-    wrong = [line for each in measured for line in each["wrong"]]
-    uneven = [line for each in measured for line in each.get("uneven", ())]
-    texts = summed([each["texts"] for each in measured if "texts" in each])
-    named = zip(parts, measured, strict=True)
-    memory = {" ".join(map(str, part)): each.get("memory") for part, each in named}
-    switches = {
-        **next((each["switches"] for each in reversed(measured) if "switches" in each), {}),
-        **{"memory": memory, "texts": texts, "wrong": wrong, "uneven": uneven},
-    }
-    rows = [row for each in measured for row in each.get("rows", ())]
-    if rows:
-        write_record(make_record("memory_sweep", switches, rows, args.note), args.output)
+
+    def keep(found: Found, part: Part, whole: bool = False) -> None:
+        measured[part] = found
+        record = record_of(args, measured, whole)
+        if record["rows"]:
+            write_record(record, args.output)
+
+    for part in parts:
+        words = [sys.executable, __file__, *argv, "--part", *map(str, part)]
+        name = "kv {}, chunk {}, {}".format(*part)
+        found = run_part(words, name, lambda found, part=part: keep(found, part))
+        keep(found, part, part == parts[-1])
+    said = record_of(args, measured, True)["switches"]
+    texts = said["texts"]
     same = texts["texts"] - texts["excused"]
     print(f"{same} of {texts['texts']} texts equal those alone, {texts['excused']} near ties")
-    print("\n".join([*uneven, *(f"WRONG {line}" for line in wrong)]))
-    return int(bool(wrong))
+    print("\n".join([*said["uneven"], *(f"WRONG {line}" for line in said["wrong"])]))
+    return int(bool(said["wrong"]))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,18 @@ alone but for near ties (S-104, S-114)."""
 from __future__ import annotations
 
 import json
-import subprocess
-from types import SimpleNamespace
+import sys
 
 import pytest
 
 import bench_memory_sweep
-from bench_memory_sweep import GRID, ran_together, settings_of_cell, spread
+from bench_memory_sweep import GRID, ran_together, settings_of_cell
 from engine_actor.core.plan import TokenLogprobs
 from engine_runs import Request
 from results import validate
 from same_texts import Comparison, compare, summed
+from steady_run import Steady, spread
+from sweep_parts import run_part
 
 SIZE = "--contexts 48 --concurrency 1,2 --chunk-sizes 32 --kv-dtypes auto --out 20 --repeats 2"
 ARGS = ["--checkpoint", "random:tiny", "--device", "cpu", "--memory-limit-mb", "0"]
@@ -34,26 +35,78 @@ def test_cells_run_up_to_the_edge_that_the_plan_predicts(tmp_path, capsys):
     assert record["switches"]["texts"]["texts"] == 6
     assert record["switches"]["wrong"] == []
     steady = [row["metric"] for row in record["rows"] if "steady" in row["case"]]
-    assert steady == ["tokens_per_second", "device_mib"]
+    assert steady == ["tokens_per_second", "tpot_p95_s", "device_mib", "ended_at"]
+    assert record["switches"]["whole"]
     assert capsys.readouterr().out.startswith("6 of 6 texts equal those alone")
 
 
-def test_an_engine_that_dies_is_told_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
-    """The processes are stood in for: the first one is killed."""
+def test_an_engine_that_dies_is_told_and_what_it_had_is_kept(tmp_path, monkeypatch, capsys):
+    """The processes are stood in for: the first one is killed after a cell."""
+    written = []
 
-    def run(words, check):
-        if words[words.index("--part") + 1] == "int8":
-            return subprocess.CompletedProcess(words, -11)
-        return subprocess.CompletedProcess(words, bench_memory_sweep.main(words[2:]))
+    def run(words, name, heard):
+        argv = [*words[2:], "--output", str(tmp_path / "part.json")]
+        assert bench_memory_sweep.main(argv) == 0
+        found = json.loads((tmp_path / "part.json").read_text())
+        heard(found)
+        written.append(json.loads(out.read_text()))
+        died = [f"{name}: died with code -11"] if "chunk 16" in name else []
+        return found | {"wrong": found["wrong"] + died}
 
-    monkeypatch.setattr(bench_memory_sweep, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(bench_memory_sweep, "run_part", run)
     out = tmp_path / "sweep.json"
-    argv = [*ARGS, *SIZE.split(), "--kv-dtypes", "int8", "auto", "--contexts", "40"]
-    argv += ["--concurrency", "1", "--steady-seconds", "0", "--output", str(out)]
+    argv = [*ARGS, *SIZE.split(), "--chunk-sizes", "16,32", "--contexts", "40"]
+    argv += ["--concurrency", "1", "--only", "grid", "--output", str(out)]
     assert bench_memory_sweep.main(argv) == 1
-    assert "WRONG kv int8, chunk 32, grid: died with code -11" in capsys.readouterr().out
+    assert "WRONG kv auto, chunk 16, grid: died with code -11" in capsys.readouterr().out
     record = json.loads(out.read_text())
-    assert {row["case"]["kv"] for row in record["rows"]} == {"auto"}
+    assert [row["case"]["chunk"] for row in record["rows"]] == [16] * 4 + [32] * 4
+    assert record["switches"]["whole"]
+    assert [one["switches"]["whole"] for one in written] == [False, False]
+    assert [len(one["rows"]) for one in written] == [4, 8]
+
+
+TELLS = """
+import json, sys, time
+path, last = sys.argv[sys.argv.index("--output") + 1], sys.argv[1]
+open(path, "w").write(json.dumps({"wrong": ["a"], "rows": [1]}))
+{then}
+"""
+
+
+def part_that(then):
+    return [sys.executable, "-c", TELLS.replace("{then}", then), "x"]
+
+
+def test_what_a_part_told_before_it_died_is_kept():
+    heard = []
+    found = run_part(part_that("raise SystemExit(3)"), "one", heard.append)
+    assert found == {"wrong": ["a", "one: died with code 3"], "rows": [1]}
+    assert heard == [{"wrong": ["a"], "rows": [1]}]
+
+
+def test_a_part_that_ends_well_adds_nothing():
+    assert run_part(part_that("pass"), "one") == {"wrong": ["a"], "rows": [1]}
+
+
+def test_a_part_is_heard_while_it_runs_and_ends_with_who_listens():
+    def heard(found):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_part(part_that("time.sleep(600)"), "one", heard, look_s=0.01)
+
+
+def test_a_steady_run_that_slows_or_grows_is_told():
+    steady = Steady()
+    assert steady.wrong() == ["no repetition ended in time"]
+    for i in range(8):
+        steady.add(float(i), 100.0 - 2 * i, 0.01, 50.0 + i)
+    assert steady.wrong() == [
+        "99.0 -> 87.0 tokens/s",
+        "torch holds 6.0 MiB more at the end",
+    ]
+    assert [row["metric"] for row in steady.rows({})][-1] == "ended_at"
 
 
 def test_comparisons_are_summed():
