@@ -13,10 +13,11 @@ import pytest
 
 from tests.ray.served import Served, wait_until
 
+ROOT = Path(__file__).resolve().parents[2]
 LEASE_S = 2.0
 MAX_NUM_SEQS = 8
 MAX_QUEUE = 64
-_SETTINGS = {
+SETTINGS = {
     "DEEPINFER_ENGINE__NUMERICS": "exact",  # the same text in any batch: neighbours can be compared
     "DEEPINFER_ENGINE__MAX_NUM_SEQS": str(MAX_NUM_SEQS),
     "DEEPINFER_ENGINE__MAX_QUEUE": str(MAX_QUEUE),
@@ -94,8 +95,7 @@ def live(tiny_folder: Path) -> Iterator[Live]:
     """The live server; the driver of this process is connected to its cluster."""
     import ray
 
-    root = Path(__file__).resolve().parents[2]
-    served = Served(root, "--model", str(tiny_folder), **_SETTINGS)
+    served = Served(ROOT, "--model", str(tiny_folder), **SETTINGS)
     print(f"\ntiny server ready after {served.start_s:.1f} s")
     try:
         ray.init(
