@@ -113,19 +113,23 @@ class _Run:
         self._tracks = self._journal.tracks() if done else self._embedded()
         for index in range(done, total):
             progress("layers", index, total)
-            weights = self._reader.layer(index)
-            grids = {short: self._job.recipe.grid(index, short) for short in LINEARS}
-            try:
-                packed, now, errors = self._pass.round_layer(
-                    weights, grids, self._tracks.get("calibration")
-                )
-            except ValueError as error:  # finite weights whose activations are not
-                raise refusal(f"layers.{index}", str(error)) from None
-            if "evaluation" in self._tracks:
-                self._pass.advance(self._tracks["evaluation"], now)
-            entry = {"errors": errors, "grids": {s: [g.bits, g.group] for s, g in grids.items()}}
-            self._journal.finish(stored_tensors(packed, weights.norms), self._tracks, entry)
+            self._round_layer(index)
         progress("layers", total, total)
+
+    def _round_layer(self, index: int) -> None:
+        """The next layer, into the journal; the texts behind it."""
+        weights = self._reader.layer(index)
+        grids = {short: self._job.recipe.grid(index, short) for short in LINEARS}
+        try:
+            packed, now, errors = self._pass.round_layer(
+                weights, grids, self._tracks.get("calibration")
+            )
+        except ValueError as error:  # finite weights whose activations are not
+            raise refusal(f"layers.{index}", str(error)) from None
+        if "evaluation" in self._tracks:
+            self._pass.advance(self._tracks["evaluation"], now)
+        entry = {"errors": errors, "grids": {s: [g.bits, g.group] for s, g in grids.items()}}
+        self._journal.finish(stored_tensors(packed, weights.norms), self._tracks, entry)
 
     def _embedded(self) -> dict[str, torch.Tensor]:
         """Both texts before layer 0, by the rounded embedding."""

@@ -20,7 +20,7 @@ from engine_actor.ops import DenseLinear, PackedLinear, dequantise, gather_rows,
 from engine_actor.quant.forward import LayerForward
 from engine_actor.quant.layer_pass import LayerPass
 from engine_actor.quant.recipe import Method
-from engine_actor.quant.stream import LayerReader
+from engine_actor.quant.stream import LayerReader, on_device
 
 LOGITS_AT_ONCE = 1 << 26
 """Logits that exist at once, of each of two models: 256 MiB as fp32."""
@@ -103,13 +103,15 @@ def score(
     flat = model.hidden[:, :-1].reshape(count, -1)
     wanted = tokens[:, 1:].reshape(count).to(where)
     reference = None if source is None else source.hidden[:, :-1].reshape(count, -1)
+    head = on_device(model.head, where)
+    their_head = None if source is None else on_device(source.head, where)
     for first in range(0, count, rows):
         part = slice(first, first + rows)
-        ours = torch.log_softmax(logits(flat[part].to(where), model.head, used), -1)
+        ours = torch.log_softmax(logits(flat[part].to(where), head, used), -1)
         nll -= float(ours.gather(-1, wanted[part].unsqueeze(-1)).double().sum())
-        if source is None or reference is None:
+        if reference is None or their_head is None:
             continue
-        theirs = torch.log_softmax(logits(reference[part].to(where), source.head, used), -1)
+        theirs = torch.log_softmax(logits(reference[part].to(where), their_head, used), -1)
         top1 += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
         kl += float((theirs.exp() * (theirs - ours)).sum(-1).double().sum())
     perplexity = math.exp(min(nll / count, 700.0))

@@ -74,7 +74,7 @@ def _packed(
         grid.bits,
         grid.group,
         columns,
-        pack_codes(codes.to(torch.int8).cpu(), grid.bits),
+        pack_codes(codes.to(torch.int8), grid.bits).cpu(),
         steps.scales.to(torch.float16).cpu(),
         offsets=None if steps.offsets is None else steps.offsets.to(torch.float16).cpu(),
         bias=None if dense.bias is None else dense.bias.cpu(),
@@ -115,7 +115,7 @@ def round_table(
         steps = (_row_steps if grid.bits == 8 else search_steps)(weight, grid)
         scale, offset = steps.per_column(weight.shape[1], grid.width(weight.shape[1]))
         codes = codes_of(weight, scale, offset, grid).to(torch.int8)
-        qweight.append(pack_codes(codes.cpu(), grid.bits))
+        qweight.append(pack_codes(codes, grid.bits).cpu())
         scales.append(steps.scales.to(torch.float16).cpu())
         if steps.offsets is not None:
             offsets.append(steps.offsets.to(torch.float16).cpu())

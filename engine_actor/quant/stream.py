@@ -15,7 +15,7 @@ from engine_actor.load.checkpoint import Checkpoint
 from engine_actor.load.formats.base import Entry, Weight
 from engine_actor.load.names import LinearSlot, slots
 from engine_actor.load.refusal import refusal
-from engine_actor.ops import DenseLinear, PackedLinear, dequantise
+from engine_actor.ops import DenseLinear, PackedLinear, dequantise, moved
 from engine_actor.quant.grid import LARGEST
 
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -103,8 +103,15 @@ def _unmapped(weight: Weight) -> Weight:
     return weight.clone()
 
 
+def on_device(weight: Weight, device: torch.device) -> Weight:
+    """The same weight there. Packed bytes are the smallest form to carry, and a GPU unpacks them
+    in no time.
+    """
+    return weight.to(device) if isinstance(weight, torch.Tensor) else moved(weight, device)
+
+
 def as_matrix(weight: Weight) -> torch.Tensor:
-    """fp32 [N, K] of a linear in any form."""
+    """fp32 [N, K] of a linear in any form, where its tensors are."""
     if isinstance(weight, PackedLinear):
         return dequantise(weight)
     if isinstance(weight, DenseLinear):
@@ -113,7 +120,7 @@ def as_matrix(weight: Weight) -> torch.Tensor:
 
 
 def _dense(name: str, weight: Weight, device: torch.device) -> Dense:
-    matrix = as_matrix(weight).to(device)
+    matrix = as_matrix(on_device(weight, device))
     if not bool(torch.isfinite(matrix).all()):
         raise refusal(name, "holds NaN or infinity, nothing can be made of it")
     if matrix.numel() and float(matrix.abs().max()) > LARGEST:

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from engine_actor.model.config import ModelConfig
-from engine_actor.ops import PackedLinear, dequantise, pack_codes
+from engine_actor.ops import PackedLinear, dequantise, moved, pack_codes
 from engine_actor.quant.grid import Grid, grouped
 from engine_actor.quant.gridded import Gridded, codes_at, offsets_at, scales_at
 from engine_actor.quant.plain_decoder import Places, decoder_layer, norm
@@ -53,7 +53,7 @@ class TrainableLinear:
         self._bias = None if packed.bias is None else packed.bias.to(device).float()
         ones = torch.ones_like(packed.scales)
         plain = replace(packed, scales=ones, offsets=None, bias=None)
-        codes = dequantise(plain).to(device)
+        codes = dequantise(moved(plain, device))
         self.change = torch.zeros_like(self._scales, requires_grad=True)
         self.shift = torch.zeros_like(self._scales, requires_grad=self._grid.offsets)
         self._codes: torch.Tensor | None = None
@@ -106,7 +106,7 @@ class TrainableLinear:
         offsets = offsets_at(self._offsets, self._scales, self.shift)
         return replace(
             self._packed,
-            qweight=pack_codes(codes.to(torch.int8).cpu(), self._grid.bits),
+            qweight=pack_codes(codes.to(torch.int8), self._grid.bits).cpu(),
             scales=scales.to(torch.float16).cpu(),
             offsets=None if offsets is None else offsets.to(torch.float16).cpu(),
         )

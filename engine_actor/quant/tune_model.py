@@ -16,13 +16,13 @@ from engine_actor.load.checkpoint import Checkpoint
 from engine_actor.load.progress import Progress
 from engine_actor.model.graph_capture import CudaCapture
 from engine_actor.model.memory import TorchAllocator
-from engine_actor.ops import PackedLinear, dequantise
+from engine_actor.ops import PackedLinear, dequantise, moved
 from engine_actor.quant.evaluate import embed
 from engine_actor.quant.forward import linear
 from engine_actor.quant.plain_decoder import Places, RowsFn, decoder_layer, norm
 from engine_actor.quant.slopes import Capture
 from engine_actor.quant.stored_layer import stored_tensors
-from engine_actor.quant.stream import Dense, LayerReader, LayerWeights, as_matrix
+from engine_actor.quant.stream import Dense, LayerReader, LayerWeights, as_matrix, on_device
 from engine_actor.quant.trainable import TrainableLayer, TrainableModel
 from engine_actor.quant.tune import Target, Tuned, Tuning, tensor_cores, tune
 
@@ -128,7 +128,7 @@ def _target(rounding: Rounding, tuning: Tuning, progress: Progress) -> Target:
     assert isinstance(last, torch.Tensor)
     wanted = norm(hidden, last.float().to(device), config.rms_eps)
     head = table if config.tie_embeddings else reader.top("head")
-    ours, theirs = (as_matrix(one)[:used].to(device) for one in (rounding.head, head))
+    ours, theirs = (as_matrix(on_device(one, device))[:used] for one in (rounding.head, head))
     return Target(embed(rounding.table, tokens).to(device), wanted, ours, theirs)
 
 
@@ -143,6 +143,6 @@ def dense_layer(
     """A rounded layer as numbers, on the device."""
     linears = {}
     for short, one in packed.items():
-        bias = None if one.bias is None else one.bias.to(device)
-        linears[short] = Dense(dequantise(one).to(device), bias)
+        there = moved(one, device)
+        linears[short] = Dense(dequantise(there), there.bias)
     return LayerWeights(linears, {name: norm.to(device) for name, norm in norms.items()})
