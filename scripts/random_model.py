@@ -170,12 +170,12 @@ def _entry(slot: Slot, shape: Shape, draw: torch.Generator) -> Entry:
     group = -1 if bits == 8 else shape.group
     groups = 1 if group == -1 else -(-slot.in_features // group)
     nbytes = slot.rows * (-(-slot.in_features * bits // 8) + 2 * groups + 4 * slot.bias)
-    std = _deviation(leaf, shape.config["tie_word_embeddings"]) / math.sqrt(slot.in_features)
+    std = deviation(leaf, shape.config["tie_word_embeddings"]) / math.sqrt(slot.in_features)
     load = partial(_packed, slot, bits, group, std, draw)
     return Entry(slot.name, (), nbytes, load, bits, group)
 
 
-def _deviation(leaf: str, tied: bool) -> float:
+def deviation(leaf: str, tied: bool) -> float:
     """Of a linear's outputs where its inputs deviate by one. What layers add to the residual is
     halved, and with it the rounding errors of half precision in the logits.
     """

@@ -3,9 +3,12 @@ is text."""
 
 from __future__ import annotations
 
+import torch
+
 import write_random
 from configs.schema import AppArgs
 from engine_actor.build import build_engine
+from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tokenizer import Tokenizer
 from random_model import random_engine
 from tests.engine.driver import Driver
@@ -23,6 +26,20 @@ def test_it_is_the_random_engines_model(tmp_path):
         driver.run()
         made.append(driver.tokens(0))
     assert made[0] == made[1]
+
+
+def test_a_dense_one_has_the_hubs_names_and_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(write_random, "SHARD_BYTES", 20_000)
+    folder = tmp_path / "model"
+    assert write_random.main(["tiny", str(folder), "--device", "cpu", "--dense"]) == 0
+    checkpoint = open_checkpoint(folder)
+    assert str(checkpoint.quantisation).startswith("dense")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    weights = dict(checkpoint.weights())
+    assert weights["layers.1.qkv"].weight.dtype == torch.float16
+    assert weights["layers.1.qkv"].bias is not None
+    deviation = float(weights["layers.0.gate_up"].weight.float().std())
+    assert 0.9 < deviation * checkpoint.config.hidden**0.5 < 1.1
 
 
 def test_every_word_is_text_of_its_own():
