@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Linear layers of 3 and 4 bits for 1 to 64 rows, beside their baselines, in one run on a GPU.
+"""Linear layers of 3 and 4 bits for 1 to 2,048 rows, beside their baselines, in one run on a GPU.
 
     scripts/bench_linear.py --output docs/results/linear.json
 
 Weights rotate among copies that are together more than twice the L2, launches are captured in a
-CUDA graph of at least 400 us, replays are timed by events; a value is a launch's share of one
-replay. Both ceilings, reading and multiplying, are measured in the same run, and so is a control
-row (cuBLAS at 22016 x 2048, 32 rows) at both ends of it. scripts/plot_linear.py draws the file.
+CUDA graph of 400 us or more, replays are timed by events; a value is a launch's share of one
+replay. Slow calls are launched less often: what L2 could save them is little. Both ceilings,
+reading and multiplying, are measured in the same run, and so is a control row (cuBLAS at
+22016 x 2048, 32 rows) at both ends of it. scripts/plot_linear.py draws the file.
 """
 
 from __future__ import annotations
@@ -38,9 +39,14 @@ SHAPES = (
     "2048x2048 2560x2048 5632x2048 22016x2048 151936x2048 2048x5632 2048x11008 "
     "3584x3584 4608x3584 18944x3584 37888x3584 3584x18944"
 ).split()
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CONTROL = (22016, 2048, 32)
 LEAST_GRAPH_US = 400.0
+MOST_GRAPH_US = 4000.0
+"""Where all copies once would take longer, some of them do."""
+MOST_CASE_US = 60_000.0
+"""Where that many replays would take longer, there are fewer, LEAST_REPLAYS at least."""
+LEAST_REPLAYS = 3
 WARMUP = 3
 FAILED = "failed:"
 READ_BYTES = 1 << 32
@@ -78,28 +84,35 @@ def time_calls(calls: Sequence[Call], x: torch.Tensor, replays: int) -> list[flo
         calls[0](x)
         end.record()
         stream.synchronize()
-        # An eager launch is slower than one in a graph; the first replay says by how much.
         once = max(start.elapsed_time(end) * 1e3, 2.0)
-        rounds = max(1, math.ceil(LEAST_GRAPH_US / (once * len(calls))))
-        graph, launches = _capture(calls, x, rounds, stream)
+        launches = launches_of(once, len(calls))
+        graph = _capture(calls, x, launches, stream)
         took = _replay(graph, start, end, stream)
         if took < LEAST_GRAPH_US:
-            rounds = math.ceil(rounds * 1.2 * LEAST_GRAPH_US / took)
-            graph, launches = _capture(calls, x, rounds, stream)
+            # An eager launch is slower than one in a graph; the first replay says by how much.
+            launches = launches_of(took / launches / 1.2, len(calls))
+            graph = _capture(calls, x, launches, stream)
         for _ in range(WARMUP):
-            _replay(graph, start, end, stream)
+            took = _replay(graph, start, end, stream)
+        replays = min(replays, max(LEAST_REPLAYS, int(MOST_CASE_US / took)))
         return [_replay(graph, start, end, stream) / launches for _ in range(replays)]
 
 
+def launches_of(once: float, copies: int) -> int:
+    """How many in a graph: every copy equally often, or fewer than all. once: us of one."""
+    if once * copies > MOST_GRAPH_US:
+        return max(1, int(MOST_GRAPH_US / once))
+    return copies * math.ceil(LEAST_GRAPH_US / (once * copies))
+
+
 def _capture(
-    calls: Sequence[Call], x: torch.Tensor, rounds: int, stream: torch.cuda.Stream
-) -> tuple[torch.cuda.CUDAGraph, int]:
+    calls: Sequence[Call], x: torch.Tensor, launches: int, stream: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        for _ in range(rounds):
-            for call in calls:
-                call(x)
-    return graph, rounds * len(calls)
+        for i in range(launches):
+            calls[i % len(calls)](x)
+    return graph
 
 
 def _replay(
@@ -239,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if math.isinf(args.most_seconds):
         del switches["most_seconds"]  # JSON knows no infinity
     notes = [*missing_contenders(), *args.note, *left_out]
-    write_record(make_record("linear layers, few rows", switches, rows, notes), args.output)
+    write_record(make_record("linear layers", switches, rows, notes), args.output)
     failed = [note for note in left_out if note.startswith(FAILED)]
     print(*failed, sep="\n", file=sys.stderr)
     return 1 if failed else 0

@@ -71,7 +71,8 @@ def plot(
                 label = name if index == 0 else f"{name} (other run)"
                 axis.plot(*zip(*kept, strict=True), style, color=colour, label=label)
         axis.set(title=f"{shape[0]} x {shape[1]}, W{bits}", xscale="log", yscale="log")
-        axis.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+        rows = sorted({m for n, k, m in least if (n, k) == shape})
+        axis.set_xticks(rows, [str(m) for m in rows])
         axis.set(xlabel="rows", ylabel="time over floor", ylim=(1, None))
         axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))

@@ -43,6 +43,14 @@ def test_cases_name_each_contender_for_the_bits_it_holds() -> None:
     assert all(bits in (3, 16) for _, bits in found)
 
 
+def test_all_copies_take_turns_unless_that_takes_long() -> None:
+    """A graph lasts 400 us at least, and stops short of all copies beyond 4 ms."""
+    assert bench_linear.launches_of(2.0, 63) == 4 * 63
+    assert bench_linear.launches_of(100.0, 6) == 6
+    assert bench_linear.launches_of(1000.0, 6) == 4
+    assert bench_linear.launches_of(90_000.0, 2) == 1
+
+
 def test_an_absent_peer_is_named() -> None:
     """So that an empty column has a reason."""
     (note,) = missing_contenders()
