@@ -93,6 +93,7 @@ from kernels.sampling.cuda import room_bytes as sampler_room_bytes  # noqa: E402
 from kernels.sampling.op import Draw, Edit, RowPacker  # noqa: E402
 from kernels.spec.device import DeviceInfo, cuda_devices, device_info  # noqa: E402
 from kernels.spec.op import OpKey  # noqa: E402
+from kernels.spec.page_locked import Lease, page_locked  # noqa: E402
 from kernels.spec.registry import Verdict, explain  # noqa: E402
 
 __all__ = [
@@ -125,6 +126,7 @@ __all__ = [
     "LinearPolicy",
     "LinearShape",
     "LayerShape",
+    "Lease",
     "MemoryDriver",
     "NativeLayerWeights",
     "NativeLayers",
@@ -165,6 +167,7 @@ __all__ = [
     "new_outcome",
     "op_set",
     "pack_codes",
+    "page_locked",
     "plan_attention",
     "plan_write",
     "prepare_gate_up",

@@ -55,6 +55,7 @@ class Pipeline:
         self._request = request
         self._commit = commit
         self._open: deque[OpenStep] = deque()
+        self._lost: list[OpenStep] = []
         self._mark = 0.0
 
     @property
@@ -83,7 +84,9 @@ class Pipeline:
         self._end_all_but(0 if alone else self.depth)
 
     def drop(self) -> None:
-        """Forget the open steps: the device is lost."""
+        """No step is open any more: the device is lost. What they hold of it is kept, since letting
+        it go may ask the device once more."""
+        self._lost += self._open
         self._open.clear()
 
     def _end_all_but(self, n_open: int) -> None:

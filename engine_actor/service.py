@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from typing import Any
 
 from engine_actor.door import INVALID
@@ -36,11 +36,13 @@ from engine_actor.status import engine_status
 NO_RID = -1
 """Stands for the rid in a rejection of something that has none."""
 POLL_S = 0.02
+LAST_WORDS_S = 1.0
+"""How long a lost engine waits for its clients to read their ends."""
 
 
 class EngineService:
     """Owns one engine and its thread. `on_fatal` is called on that thread, after every waiter has
-    been answered; who made the service ends the process there.
+    been answered; who made the service ends the process there, or once the heartbeat is fatal.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class EngineService:
         self._sessions = Sessions(engine.clock, lease_s)
         self._load = engine.load()
         self._on_fatal = on_fatal
+        self._told = False
         self._loop = EngineLoop(engine, self._publish, self._expire, lease_s / 4, self._lost)
         self._loop.start()
         rows = engine.scheduler.limits.prefill_chunk_tokens
@@ -174,8 +177,10 @@ class EngineService:
         return True
 
     def heartbeat(self) -> Heartbeat:
-        """For the watchdog; any thread."""
-        return self._loop.heartbeat()
+        """For the watchdog; any thread. A lost engine is fatal once its clients have heard of it:
+        who reads that ends the process."""
+        beat = self._loop.heartbeat()
+        return beat if self._told else replace(beat, fatal=None)
 
     def close(self) -> None:
         """Stop the thread; what still runs ends here, readers hear EngineRestarted."""
@@ -190,6 +195,11 @@ class EngineService:
 
     def _lost(self, error: BaseException) -> None:
         self._sessions.end_all("the engine is lost")
+        until = time.monotonic() + LAST_WORDS_S
+        while not self._sessions.flushed() and time.monotonic() < until:
+            time.sleep(POLL_S)
+        time.sleep(POLL_S)  # what was read is on its way
+        self._told = True
         self._on_fatal(error)
 
     def _expire(self) -> None:

@@ -39,9 +39,7 @@ def sampler_bytes(rows: int, width: int) -> int:
 
 def send(packed: bytes, device: torch.device) -> torch.Tensor:
     """u8 on the device, by a copy that the host does not wait for."""
-    staged = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    staged.numpy().data[:] = packed
-    return staged.to(device, non_blocking=True)
+    return ops.page_locked(device).send(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
 
 
 def send_numbers(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -77,16 +75,31 @@ def draw_of(row: SampleRow, seed: int) -> ops.Draw:
     )
 
 
+class _Coming:
+    """A tensor's copy on its way to the host."""
+
+    def __init__(self, there: torch.Tensor) -> None:
+        self._lease = ops.page_locked(there.device).lease(there.numel() * there.element_size())
+        self._here = self._lease.memory.view(there.dtype).view(there.shape)
+        self._here.copy_(there, non_blocking=True)
+        self._lease.note()
+
+    def read(self) -> torch.Tensor:
+        """To be called once the stream has come to the copy's end, and read at once."""
+        return self._here
+
+
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Logprobs that some rows want, in parts: (rows of the batch, their scores on the host)."""
+    """Logprobs that some rows want, in parts: (rows of the batch, their scores on the way)."""
 
-    parts: list[tuple[list[int], RowScores]]
+    parts: list[tuple[list[int], tuple[_Coming, _Coming, _Coming]]]
     tops: dict[int, int]
 
     def read(self, tokens: Sequence[int]) -> dict[int, TokenLogprobs]:
         found: dict[int, TokenLogprobs] = {}
-        for rows, scores in self.parts:
+        for rows, (chosen, values, ids) in self.parts:
+            scores = RowScores(chosen.read(), values.read(), ids.read())
             entries = scores.entries([tokens[row] for row in rows])
             for row, entry in zip(rows, entries, strict=True):
                 top = entry.top[: self.tops[row]]
@@ -101,13 +114,15 @@ class _Reply:
         self.rows = rows
         self.outcome = ops.new_outcome(rows, device)
         self.done = torch.Event(device=device)
-        self._host = torch.empty(9 * rows, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._lease = ops.page_locked(device).lease(9 * rows)
+        self._host = self._lease.memory
         self._tokens = self._host.numpy()[: 8 * rows].view("int64")
         self._finite = self._host.numpy()[8 * rows :]
 
     def start(self) -> None:
         """Behind all work on it."""
         self._host.copy_(self.outcome.packed, non_blocking=True)
+        self._lease.note()
         self.done.record()
 
     def read(self, count: int) -> tuple[list[int], list[int]]:
@@ -228,15 +243,16 @@ class DeviceSampling:
             if row.sampling.logprobs is not None
         }
         wanted = list(tops)
-        parts: list[tuple[list[int], RowScores]] = []
+        parts: list[tuple[list[int], tuple[_Coming, _Coming, _Coming]]] = []
         for start in range(0, len(wanted), SCORED_AT_ONCE):
             part = wanted[start : start + SCORED_AT_ONCE]
             index = send_numbers(part, self.device)
             picked = logits.index_select(0, index)
             top = max(tops[row] for row in part)
             scores = score_rows(picked, tokens.index_select(0, index), top)
-            there = (_to_host(scores.chosen), _to_host(scores.values), _to_host(scores.ids))
-            parts.append((part, RowScores(*there)))
+            parts.append(
+                (part, (_Coming(scores.chosen), _Coming(scores.values), _Coming(scores.ids)))
+            )
         return _Scored(parts, tops)
 
     def _places(self, slots: Sequence[int]) -> torch.Tensor:
@@ -274,9 +290,3 @@ class DeviceSampling:
 def _rounded_up(rows: int) -> int:
     """To a power of two: growing is rare."""
     return 1 << (rows - 1).bit_length()
-
-
-def _to_host(there: torch.Tensor) -> torch.Tensor:
-    """Page-locked; there once the stream has come to the copy's end."""
-    here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.is_cuda)
-    return here.copy_(there, non_blocking=True)

@@ -15,6 +15,7 @@ import torch
 
 from kernels.pack.int8_kv import Int8KV
 from kernels.spec.op import OpSpec
+from kernels.spec.page_locked import page_locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if device.type != "cuda":
         return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    return page_locked(device).send(values)
 
 
 def spans(

@@ -130,6 +130,38 @@ def test_a_lost_device_answers_every_waiter_and_then_leaves() -> None:
         bounded(scene(service))
 
 
+def test_a_lost_engine_is_not_fatal_before_its_clients_have_heard_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever reads the heartbeat ends the process."""
+    monkeypatch.setattr("engine_actor.service.LAST_WORDS_S", 60.0)
+    runner, left = HashRunner(), threading.Event()
+
+    def lose(inputs: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    async def asks_for_ever(service: EngineService) -> None:
+        while True:
+            await service.status()
+
+    async def scene(service: EngineService) -> None:
+        client = Client(service)
+        await client.attach()
+        runner.before_layers = lose
+        await client.post(submit(1))
+        with pytest.raises(EngineRestarted):
+            await asks_for_ever(service)
+        assert service.heartbeat().fatal is None
+        assert not left.is_set()
+        heard = await client.read_until_end(1)
+        assert heard[1].code == "engine_restarted"
+        assert await asyncio.to_thread(left.wait, WAIT_S)
+        assert service.heartbeat().fatal is not None
+
+    with serving(runner, on_fatal=lambda error: left.set()) as service:
+        bounded(scene(service))
+
+
 def test_the_heartbeat_shows_a_step_that_hangs() -> None:
     runner, held, started = HashRunner(), threading.Event(), threading.Event()
 
