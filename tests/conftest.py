@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -37,6 +39,9 @@ if importlib.util.find_spec("kernels") is not None:
     _open_kernels_door()
 
 
+ONE_WORKER = ("tests/ray/", "tests/kernels_gpu/", "tests/engine_gpu/")
+
+
 def _has_gpu() -> bool:
     import torch
 
@@ -44,11 +49,47 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests where no CUDA device is. torch is imported only if there is such a test."""
+    """Skip `gpu` tests where no CUDA device is. torch is imported only if there is such a test.
+    Several workers begin with the files that take longest.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: 1 - (item.path in slow))
+        items.sort(key=lambda item: 1 - (item.get_closest_marker("ray") is not None))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`: a file stays with one worker, and so do files that share what only one can
+    have: Ray's tests their live server and the machine's patience, the GPU's the card.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # a plugin that need not be there
+
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((name for name in ONE_WORKER if file.startswith(name)), file)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """One thread for torch: two that wait for each other on a busy machine are many times slower.
+
+    What is imported and collected stays, millions of objects: out of the garbage collector's sight
+    with them, or each collection, which some tests ask for by the hundred, takes half a second.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
