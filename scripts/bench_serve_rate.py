@@ -4,8 +4,9 @@
     scripts/write_random.py 3b /tmp/random-3b     # then start a server with model: {path: ...}
     scripts/bench_serve_rate.py --checkpoint /tmp/random-3b --streams 1,16,64 --output out.json
 
-The engine in this process has the server's checkpoint and must have its settings (--set). In a
-repetition each path gets the same load in turn, the other idle: so many requests at once, all of
+The engine in this process has the server's checkpoint and takes its settings from the server's
+status; both must fit on the device at once, so give the server a KV budget in MiB. In a repetition
+each path gets the same load in turn, the other idle: so many requests at once, all of
 one length. `decode`: tokens between the last first token and the first end, when every stream
 decodes; a client that hears several tokens at once counts them at that moment. `text`: all tokens
 over all time, prompts included. Exit code 1 where a share or the time added to the first token
@@ -226,15 +227,29 @@ def wait_for_server(args: argparse.Namespace) -> dict[str, Any]:
     return status
 
 
+NOT_OURS = ("device", "num_engines")
+"""Settings that the two engines need not share: here is one, on the device of --device."""
+
+
+def engine_like(args: argparse.Namespace, status: dict[str, Any]) -> Engine:
+    """An engine of the checkpoint with the settings of the server's; --set goes before them."""
+    settings = {name: value for name, value in status["config"].items() if name not in NOT_OURS}
+    return engine_of(args, settings, max_model_len=status["model"]["max_model_len"])
+
+
 def require_same_settings(engine: Engine, status: dict[str, Any]) -> None:
     """Raise BenchError where the two engines would not do the same work."""
-    ours = engine.config.model_dump(mode="json") | {"device": None}
-    theirs = status["config"] | {"device": None}
+    same = dict.fromkeys(NOT_OURS)
+    ours = engine.config.model_dump(mode="json") | same
+    theirs = status["config"] | same
     other = [
         f"{name} {theirs.get(name)}, not {ours[name]}"
         for name in ours
         if theirs.get(name) != ours[name]
     ]
+    blocks = engine.facts.kv_blocks, status["kv"]["blocks_budget"]
+    if blocks[0] != blocks[1]:
+        other.append(f"{blocks[1]} KV blocks, not {blocks[0]}")
     if other:
         raise BenchError(f"the server has other settings: {'; '.join(other)}")
 
@@ -244,8 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     clients = Clients(args)
     try:
-        engine = engine_of(args)
         status = wait_for_server(args)
+        engine = engine_like(args, status)
         require_same_settings(engine, status)
         clients.model = status["model"]["name"]
         clients.prompts = Prompts(engine.facts.vocab_size, seed=1)

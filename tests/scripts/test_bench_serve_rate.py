@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from bench_serve_rate import build_parser, measure, measured, rows_of, table, verdict
+from bench_serve_rate import (
+    build_parser,
+    engine_like,
+    measure,
+    measured,
+    require_same_settings,
+    rows_of,
+    table,
+    verdict,
+)
+from engine_actor.loop import Heartbeat
+from engine_actor.status import engine_status
+from engine_runs import BenchError, engine_of
 from results import make_record, validate
 from sse_client import StreamRecord
 
@@ -71,3 +83,22 @@ def test_broken_promises_are_named():
         "BROKEN 2 streams: 50% of the engine's tokens/s",
         "BROKEN 2 streams: the first token 1000.00 ms later",
     ]
+
+
+TINY = ["--checkpoint", "random:tiny", "--device", "cpu", "--output", "x"]
+OTHER = "--set prefill_chunk_tokens=48 --set kv.budget_mb=1 --set kv.prefix_cache=false".split()
+
+
+def test_the_engine_has_the_servers_settings():
+    """Also those that the server decided for itself."""
+    theirs = engine_of(build_parser().parse_args([*TINY, *OTHER, "--set", "cpu_threads=1"]))
+    status = engine_status(theirs, 1, Heartbeat(True, 0.0, 0, None), 0)
+    status["config"] |= {"num_engines": 2, "device": "cuda"}
+    ours = engine_like(build_parser().parse_args(TINY), status)
+    require_same_settings(ours, status)
+    assert ours.config.prefill_chunk_tokens == 48
+    assert ours.config.kv.budget_mb == 1
+    assert not ours.config.kv.prefix_cache
+    other = engine_like(build_parser().parse_args([*TINY, "--set", "kv.budget_mb=2"]), status)
+    with pytest.raises(BenchError, match=r"kv .*'budget_mb': 1.*; \d+ KV blocks, not"):
+        require_same_settings(other, status)
