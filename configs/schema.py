@@ -36,6 +36,12 @@ class KVConfig(_Strict):
         "auto", description="most memory the KV pool may take, MiB"
     )
     prefix_cache: bool = Field(True, description="share full blocks of equal prefixes")
+    host_budget_mb: int = Field(
+        0,
+        ge=0,
+        description="host memory that keeps evicted prefix blocks, page-locked for a GPU, MiB; "
+        "0: none",
+    )
 
 
 class FaultRule(_Strict):

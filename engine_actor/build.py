@@ -25,6 +25,7 @@ from engine_actor.load.progress import Progress, silent
 from engine_actor.load.source import resolve
 from engine_actor.model.card_plan import CardPlan
 from engine_actor.model.config import ModelConfig
+from engine_actor.model.host_blocks import host_slots, require_host_memory
 from engine_actor.model.kv_store import kv_bytes_per_block
 from engine_actor.model.ledger import MIB
 from engine_actor.model.memory import (
@@ -77,6 +78,7 @@ def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0")
     if device.type == "cpu":
         torch.set_num_threads(config.cpu_threads or engine_threads(physical_cores()))
     max_model_len = context_length(args.model, checkpoint)
+    require_host_memory(config)
     plan = None if device.type == "cpu" else plan_device(args, checkpoint, device)
     if plan is not None:
         max_model_len = plan.settings.max_model_len
@@ -189,6 +191,7 @@ def _facts(
         kv_blocks=blocks,
         kv_first_blocks=max(1, min(blocks, FIRST_KV_BYTES // block_bytes)),
         kv_block_bytes=block_bytes,
+        kv_host_blocks=host_slots(config, block_bytes),
         kv_dtype=str(runner.kv.dtype).removeprefix("torch."),
         weight_bytes=checkpoint.nbytes,
         device=str(runner.device),
@@ -238,7 +241,7 @@ def kv_blocks(
     budget = None if config.kv.budget_mb == "auto" else config.kv.budget_mb * MIB
     plan = plan_memory(
         runner.device,
-        reserve=config.reserve_memory_mb * MIB,
+        reserve=(config.reserve_memory_mb + config.kv.host_budget_mb) * MIB,
         activations=activation_bytes(model, config, runner.vocab_size),
         budget=budget,
     )

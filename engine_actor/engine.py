@@ -12,7 +12,6 @@ from functools import partial
 
 from configs.schema import EngineConfig
 from engine_actor.core.clock import Clock, MonotonicClock
-from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.metrics import Metrics
 from engine_actor.core.overlap_policy import FixedPolicy, OverlapPolicy, Sharing
 from engine_actor.core.params import InvalidParam
@@ -28,7 +27,7 @@ from engine_actor.errors import (
     Unavailable,
 )
 from engine_actor.events import NO_EXTRA, EventLog, StepEvents
-from engine_actor.facts import EngineFacts, pipeline_depth, scheduler_limits, wanted_mode
+from engine_actor.facts import EngineFacts, kv_books, pipeline_depth, scheduler_limits, wanted_mode
 from engine_actor.faults import FaultPlan
 from engine_actor.messages import Cancel, Evict, Extra, Flag, Limit, Load, Submit
 from engine_actor.model.runner_protocol import Runner
@@ -38,6 +37,7 @@ from engine_actor.pool import Pool
 from engine_actor.recorder import Recorder
 from engine_actor.work.base import WorkContext, no_fault
 from engine_actor.work.elastic import ElasticKV
+from engine_actor.work.host_copies import Copies, make_copies
 from engine_actor.work.isolate import Isolation, release_cached_memory
 from engine_actor.work.sharing import share_device
 from engine_actor.work.step import StepReport, StepRunner
@@ -48,7 +48,7 @@ CANCELLED = "cancelled"
 
 
 class Engine:
-    """One model, one KV pool, one scheduler. `pair` and `depth` are given in tests only."""
+    """One model, one KV pool, one scheduler. `pair`, `depth`, `copies`: in tests only."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class Engine:
         metrics: Metrics | None = None,
         pair: Pair | None = None,
         depth: int | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self.config = config
         self.facts = facts
@@ -67,13 +68,15 @@ class Engine:
         self.clock = clock or MonotonicClock()
         self.metrics = metrics or Metrics()
         self.draining = False
-        self.kv = KVManager(facts.kv_blocks, config.kv.block_tokens, config.kv.prefix_cache)
+        self.kv = kv_books(config, facts)
+        self.copies = copies or make_copies(runner, facts.kv_host_blocks)
         depth = pipeline_depth(config, runner.device.type) if depth is None else depth
         self.scheduler = Scheduler(
             scheduler_limits(config, facts, depth, runner.n_layers), self.kv, self.clock
         )
-        self.elastic = ElasticKV(runner, facts.kv_first_blocks, facts.kv_blocks)
-        self._pool = Pool(self.scheduler, self.kv, self.elastic, facts.kv_blocks)
+        first, settle = facts.kv_first_blocks, self.copies.settle
+        self.elastic = ElasticKV(runner, first, facts.kv_blocks, settle)
+        self._pool = Pool(self.scheduler, self.kv, self.elastic, facts.kv_blocks, self.copies)
         self.pair = pair or share_device(
             runner.device, wanted_mode(config), config.overlap_max_ctas
         )
@@ -97,7 +100,9 @@ class Engine:
         serial = self.pair if isinstance(self.pair, SerialPair) else SerialPair(runner.device)
         isolation = Isolation(self.pair, serial, partial(release_cached_memory, runner.device))
         self._steps = StepRunner(context, isolation, self.scheduler.victim, lambda: self.kv.n_free)
-        self._pipeline = Pipeline(self._steps, self.scheduler, self._live.get, self._commit, depth)
+        self._pipeline = Pipeline(
+            self._steps, self.scheduler, self._live.get, self._commit, depth, self.copies
+        )
         self._gauges()
 
     def submit(self, client: str, message: Submit) -> str | None:
@@ -163,6 +168,7 @@ class Engine:
         """Plan and launch one step, commit those that end. Raises FatalDeviceError where the device
         is lost; whatever else it raises is a bug of ours, and as fatal."""
         started = time.perf_counter()
+        self._pool.look()
         plan = self.scheduler.plan(self.policy)
         for refused in plan.refused:
             blocks = (refused.blocks_needed, refused.blocks_free)

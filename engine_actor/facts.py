@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.schema import EngineConfig
+from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.limits import SchedulerLimits
 from engine_actor.core.plan import OverlapMode
 
@@ -15,6 +16,7 @@ from engine_actor.core.plan import OverlapMode
 class EngineFacts:
     """Bytes, tokens and names of one engine. `kv_blocks` is the most the KV budget allows,
     `kv_first_blocks` how many exist at the start; the tensors grow from there on demand.
+    `kv_host_blocks`: evicted blocks that the host keeps.
     """
 
     name: str
@@ -24,6 +26,7 @@ class EngineFacts:
     kv_blocks: int
     kv_first_blocks: int = 64
     kv_block_bytes: int = 0
+    kv_host_blocks: int = 0
     kv_dtype: str = "fp32"
     weight_bytes: int = 0
     device: str = "cpu"
@@ -42,6 +45,12 @@ class EngineFacts:
 def pipeline_depth(config: EngineConfig, device_type: str) -> int:
     """Steps planned ahead on this kind of device: a CPU has done a step when it is launched."""
     return config.pipeline_depth if config.async_steps and device_type == "cuda" else 0
+
+
+def kv_books(config: EngineConfig, facts: EngineFacts) -> KVManager:
+    """The books of the KV pool."""
+    kv = config.kv
+    return KVManager(facts.kv_blocks, kv.block_tokens, kv.prefix_cache, facts.kv_host_blocks)
 
 
 def scheduler_limits(

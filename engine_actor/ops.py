@@ -39,9 +39,16 @@ from kernels.jit.availability import why_no_jit  # noqa: E402
 from kernels.jit.compile import COMPILED as COMPILED_SECONDS  # noqa: E402
 from kernels.jit.driver import LaunchError  # noqa: E402
 from kernels.jit.green_contexts import GreenContextRefused, split_card  # noqa: E402
+from kernels.jit.host_memory import PinnedBytes  # noqa: E402
 from kernels.jit.mapped_memory import CudaMemory, why_no_virtual_memory  # noqa: E402
 from kernels.jit.virtual_memory import MemoryDriver, VirtualPool, full_bytes  # noqa: E402
 from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
+from kernels.kv.host_copy import (  # noqa: E402
+    copy_blocks,
+    copy_blocks_plainly,
+    refuse_copy_kernel,
+    slot_offsets,
+)
 from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.kv.stage import StagedRows, stage_decode  # noqa: E402
 from kernels.linear.carry import Carry, refuse_carry  # noqa: E402
@@ -135,6 +142,7 @@ __all__ = [
     "OpSet",
     "Outcome",
     "PackedLinear",
+    "PinnedBytes",
     "RowFn",
     "RowPacker",
     "RowOps",
@@ -145,6 +153,8 @@ __all__ = [
     "Verdict",
     "VirtualPool",
     "WritePlan",
+    "copy_blocks",
+    "copy_blocks_plainly",
     "cuda_devices",
     "crossover",
     "dequantise",
@@ -174,11 +184,13 @@ __all__ = [
     "prepare_lengths",
     "prepare_linear",
     "refuse_carry",
+    "refuse_copy_kernel",
     "refuse_native_layers",
     "refuse_round_columns",
     "sampler_room_bytes",
     "refuse_strips",
     "slice_rows",
+    "slot_offsets",
     "split_card",
     "stage_decode",
     "strip_bytes",

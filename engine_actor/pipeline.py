@@ -18,6 +18,7 @@ from engine_actor.core.plan import StepPlan
 from engine_actor.core.scheduler import Scheduler
 from engine_actor.core.sequence import Key, Sequence
 from engine_actor.model.penalties import reads_history
+from engine_actor.work.host_copies import Copies
 from engine_actor.work.inputs import Feed
 from engine_actor.work.staging import PinnedStaging
 from engine_actor.work.step import OpenStep, StepReport, StepRunner
@@ -48,8 +49,10 @@ class Pipeline:
         request: Callable[[Key], Sequence | None],
         commit: Commit,
         depth: int,
+        copies: Copies,
     ) -> None:
         self.depth = depth
+        self._copies = copies
         self._steps = steps
         self._scheduler = scheduler
         self._request = request
@@ -69,6 +72,7 @@ class Pipeline:
         """
         if not self._open:
             self._mark = started
+        self._copies.begin(plan.copies)
         if plan.empty:
             self._end_all_but(0)
             return
@@ -76,6 +80,7 @@ class Pipeline:
         if self._open and self._reads_open_tokens(plan):
             self._end_all_but(0)
             void = self._scheduler.void(plan.step)
+        self._copies.wait(plan.waits_for)
         step = self._steps.launch(plan, void)
         self._open.append(step)
         # What failed is run again in smaller pieces, behind all that came before it; scores of a

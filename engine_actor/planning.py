@@ -33,7 +33,8 @@ from engine_actor.model.card_plan import (
     plan_card,
 )
 from engine_actor.model.config import ModelConfig
-from engine_actor.model.kv_store import array_block_bytes
+from engine_actor.model.host_blocks import host_slots
+from engine_actor.model.kv_store import array_block_bytes, kv_bytes_per_block
 from engine_actor.model.ledger import MIB
 from engine_actor.model.memory import card_of
 from engine_actor.model.precision import compute_dtype, resolve_kv_dtype
@@ -55,14 +56,22 @@ def plan_for(args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: i
     The checkpoint may be any object with `config`, `entries` and usable_vocab_size().
     """
     asked = args.engine.prefill_chunk_tokens
-    if asked is not None:
-        return _plan(args, checkpoint, card, sm, held, asked)
-    plans = (_plan(args, checkpoint, card, sm, held, tokens) for tokens in CHUNKS)
-    for plan in plans:
-        is_small = plan.allowance < CHUNKS[plan.settings.chunk_tokens]
-        if plan.settings.chunk_tokens == CHUNK_TOKENS or not (is_small or plan.refusal):
-            return plan
+    sizes = CHUNKS if asked is None else (asked,)
+    for tokens in sizes:
+        plan = _plan(args, checkpoint, card, sm, held, tokens)
+        is_small = plan.allowance < CHUNKS.get(tokens, 0)
+        if tokens in (asked, CHUNK_TOKENS) or not (is_small or plan.refusal):
+            return _with_host(plan, args.engine, checkpoint.config)
     raise AssertionError("the least chunk suits every card")
+
+
+def _with_host(plan: CardPlan, config: EngineConfig, model: ModelConfig) -> CardPlan:
+    """The plan with the tier that the host keeps beside the card."""
+    device = torch.device("cuda")
+    dtype = resolve_kv_dtype(model, device, config.numerics, config.kv.dtype)
+    block_bytes = kv_bytes_per_block(model, dtype, config.kv.block_tokens)
+    slots = host_slots(config, block_bytes)
+    return replace(plan, host=(slots, slots * block_bytes))
 
 
 def with_chunk(config: EngineConfig, tokens: int) -> EngineConfig:
@@ -195,6 +204,10 @@ def render(plan: CardPlan) -> str:
         note = f"{plan.kv_blocks} blocks, {plan.kv_tokens} tokens"
         rows.append(("  KV pool", plan.kv_bytes, note))
         rows.append(("  unplanned", plan.allowance - plan.planned, ""))
+    slots, on_host = plan.host
+    if slots:
+        note = f"page-locked: {slots} evicted blocks, {slots * plan.block_tokens} tokens"
+        rows.append(("on the host", on_host, note))
     width = max(len(name) for name, _, _ in rows)
     lines = [
         f"{name:<{width}} {nbytes / MIB:>9.0f} MiB  {note}".rstrip() for name, nbytes, note in rows

@@ -99,14 +99,22 @@ class Recorder:
         metrics.set("kv_blocks_free", kv.n_free)
         metrics.set("kv_blocks_cached", kv.n_cached)
         metrics.set("kv_bytes_total", kv.capacity * block_bytes)
+        tier = kv.tier
+        metrics.set("kv_host_blocks_total", tier.n_slots)
+        metrics.set("kv_host_blocks_used", len(tier))
+        self._count_to("kv_host_hit_tokens_total", tier.n_copied_back * kv.block_tokens)
+        self._count_to("kv_host_bytes_out_total", tier.n_copied_out * block_bytes)
+        self._count_to("kv_host_bytes_back_total", tier.n_copied_back * block_bytes)
+        self._count_to("kv_host_dropped_total", tier.n_dropped)
 
     def graphs(self, counts: GraphCounts) -> None:
         """What the runner counted so far."""
         metrics = self.metrics
         metrics.set("decode_graphs", counts.graphs)
         metrics.set("decode_graph_bytes", counts.nbytes)
-        for name, total in (
-            ("decode_graph_replays_total", counts.replays),
-            ("decode_graph_failures_total", counts.failures),
-        ):
-            metrics.add(name, max(0.0, total - metrics.value(name)))
+        self._count_to("decode_graph_replays_total", counts.replays)
+        self._count_to("decode_graph_failures_total", counts.failures)
+
+    def _count_to(self, name: str, total: float) -> None:
+        """Bring a counter up to what somebody else has counted."""
+        self.metrics.add(name, max(0.0, total - self.metrics.value(name)))

@@ -131,6 +131,23 @@ def _kv(engine: Engine) -> dict[str, Any]:
         "blocks_budget": engine.facts.kv_blocks,
         "addresses_fixed": engine.facts.kv_moves is None,
         "addresses_reason": engine.facts.kv_moves,
+        "host": _host(engine),
+    }
+
+
+def _host(engine: Engine) -> dict[str, Any]:
+    """The tier of evicted blocks in the host's memory; copies_reason: why they are made one by one,
+    None where one launch makes them all.
+    """
+    tier, store = engine.kv.tier, engine.copies.store
+    return {
+        "blocks_total": tier.n_slots,
+        "blocks_used": len(tier),
+        "bytes": 0 if store is None else store.nbytes,
+        "copies_reason": None if store is None else store.reason,
+        "blocks_out": tier.n_copied_out,
+        "blocks_back": tier.n_copied_back,
+        "blocks_dropped": tier.n_dropped,
     }
 
 

@@ -5,6 +5,7 @@ Knows how a sequence becomes a chunk or a slot; decides nothing.
 
 from __future__ import annotations
 
+from engine_actor.core.block_copies import CopyList
 from engine_actor.core.commit import Flight, Launch
 from engine_actor.core.overlap_policy import Sharing
 from engine_actor.core.plan import DecodeSlot, LayerRange, PrefillChunk, Refusal, StepPlan
@@ -22,6 +23,7 @@ class StepDraft:
         self._launches: list[Launch] = []
         self._preempted: list[Key] = []
         self._refused: list[Refusal] = []
+        self._waits_for = 0
         self.short_of_blocks = False
         """A running sequence waits for blocks: nobody new may start in this step."""
 
@@ -86,8 +88,8 @@ class StepDraft:
         seq.range_end, seq.next_layer = (0, 0) if ends or layers is None else (end, layers.last)
         self._launch(seq, end if ends else start, samples, wanted is not None, layers is not None)
 
-    def plan(self, step: int, sharing: Sharing) -> StepPlan:
-        """The finished plan."""
+    def plan(self, step: int, sharing: Sharing, copies: CopyList) -> StepPlan:
+        """The finished plan, with the copies that its making has asked for."""
         return StepPlan(
             step=step,
             mode=sharing.mode,
@@ -96,6 +98,8 @@ class StepDraft:
             decode=tuple(self._decode),
             preempted=tuple(self._preempted),
             refused=tuple(self._refused),
+            copies=copies,
+            waits_for=self._waits_for,
         )
 
     def flight(self, step: int) -> Flight:
@@ -107,6 +111,7 @@ class StepDraft:
     ) -> None:
         seq.n_scheduled = end
         seq.in_flight += 1
+        self._waits_for = max(self._waits_for, seq.copy_ticket)
         self._launches.append(Launch(seq, end, samples, scores_prompt, is_range=is_range))
 
 

@@ -1,4 +1,5 @@
-"""Which KV blocks a sequence has: attach cached ones, grow, register, release, shrink.
+"""Which KV blocks a sequence has: attach cached ones, restore those that the host keeps, grow,
+register, release, shrink.
 
 Knows no tensors and no schedule. Only full blocks are shared and a shared block is never written:
 new tokens go to positions that no other sequence has. Called by the scheduler only.
@@ -6,23 +7,37 @@ new tokens go to positions that no other sequence has. Called by the scheduler o
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
+import sys
 from collections.abc import Iterable
 
+from engine_actor.core.block_copies import CopyQueue
 from engine_actor.core.blocks import BlockPool
-from engine_actor.core.prefix import CachedBlock, Digest, PrefixCache, chain_digest, root_digest
+from engine_actor.core.host_tier import HostTier
+from engine_actor.core.kv_check import check_books
+from engine_actor.core.prefix import (
+    NOWHERE,
+    CacheChanges,
+    CachedBlock,
+    Digest,
+    PrefixCache,
+    chain_digest,
+    extend_hashes,
+)
 from engine_actor.core.sequence import Sequence
 
 
 class KVManager:
-    """Paged KV bookkeeping of one engine. Only tests replace `digest`, to force collisions."""
+    """Paged KV bookkeeping of one engine. host_slots: blocks that the host keeps, 0 for none. Only
+    tests replace `digest`, to force collisions. in_memory: the device has memory for the blocks
+    below it; into none above is anything restored, as that memory may never come.
+    """
 
     def __init__(
         self,
         n_blocks: int,
         block_tokens: int,
         prefix_cache: bool = True,
+        host_slots: int = 0,
         digest: Digest = chain_digest,
     ) -> None:
         if block_tokens < 1:
@@ -32,6 +47,10 @@ class KVManager:
         self._digest = digest
         self._pool = BlockPool(n_blocks)
         self._cache = PrefixCache()
+        self._changes = CacheChanges()
+        self.copies = CopyQueue()
+        self.tier = HostTier(host_slots if prefix_cache else 0, self.copies, self._changes)
+        self.in_memory = sys.maxsize
 
     @property
     def capacity(self) -> int:
@@ -87,21 +106,24 @@ class KVManager:
         return seq.block_hashes[index]
 
     def match(self, seq: Sequence) -> int:
-        """Attach the longest cached prefix to a sequence without blocks. Sets its n_computed,
-        n_scheduled and n_cached, and returns that number of tokens (at most len(tokens) - 1).
+        """Attach the longest cached prefix to a sequence without blocks, what the host keeps of it
+        in fresh blocks. Sets its n_computed, n_scheduled and n_cached, and returns that number of
+        tokens (at most len(tokens) - 1).
         """
         if seq.blocks:
             raise ValueError(f"{seq.key} has blocks already")
         parent: CachedBlock | None = None
-        for index in range(self.shareable_blocks(seq)):
+        shareable = self.shareable_blocks(seq)
+        for index in range(shareable):
             self._extend_hashes(seq, index + 1)
             entry = self._cache.find(seq.block_hashes[index])
             if entry is None or not entry.holds(self._tokens_of(seq, index), parent, seq.salt):
                 break
             self._pool.hold(entry.block)
             self._cache.mark_held(entry)
-            seq.blocks.append(entry.block)
+            self._attach(seq, entry.block)
             parent = entry
+        self._restore(seq, parent, shareable)
         seq.frozen_blocks = None
         seq.n_registered = len(seq.blocks)
         seq.n_computed = seq.n_scheduled = seq.n_cached = len(seq.blocks) * self.block_tokens
@@ -116,9 +138,9 @@ class KVManager:
             return True
         if missing > self.n_free:
             return False
-        while self._pool.n_free < missing:
-            self._pool.put_back(self._cache.evict_oldest())
-        seq.blocks.extend(self._pool.take() for _ in range(missing))
+        self._make_free(missing)
+        for _ in range(missing):
+            self._attach(seq, self._pool.take())
         seq.frozen_blocks = None
         return True
 
@@ -151,15 +173,14 @@ class KVManager:
                     self._cache.mark_idle(entry)
         seq.blocks.clear()
         seq.frozen_blocks = None
-        seq.n_computed = seq.n_scheduled = seq.n_registered = 0
+        seq.n_computed = seq.n_scheduled = seq.n_registered = seq.copy_ticket = 0
 
     def resize(self, n_blocks: int) -> None:
         """Change the capacity at once. After a shrink, sequences that hold blocks at or above it
         keep them until released (see holds_tail()); cached ones there are forgotten.
         """
         if n_blocks < self.capacity:
-            for block in self._cache.drop_from(n_blocks):
-                self._pool.put_back(block)
+            self._drop_from(n_blocks)
         self._pool.resize(n_blocks)
 
     def holds_tail(self, seq: Sequence) -> bool:
@@ -167,46 +188,21 @@ class KVManager:
         return bool(seq.blocks) and max(seq.blocks) >= self.capacity
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block. Running sequences keep theirs, unshared from now on."""
-        for block in self._cache.drop_from(0):
-            self._pool.put_back(block)
+        """Forget every cached block, the host's too. Running sequences keep theirs, unshared from
+        now on.
+        """
+        self._drop_from(0)
+        self.tier.clear()
 
     def take_events(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Net (added, evicted) block digests since the last call."""
-        return self._cache.take_changes()
+        """Net (added, evicted) block digests since the last call; one that the host keeps is not
+        evicted.
+        """
+        return self._changes.take()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Prove the invariants; `sequences` are all that may have blocks. Raises AssertionError."""
-        holders: Counter[int] = Counter()
-        for seq in sequences:
-            assert len(set(seq.blocks)) == len(seq.blocks), f"{seq.key} has a block twice"
-            assert len(seq.blocks) * self.block_tokens >= seq.n_scheduled, f"{seq.key} is uncovered"
-            assert seq.frozen_blocks in (None, tuple(seq.blocks)), f"{seq.key}: stale blocks"
-            holders.update(seq.blocks)
-        self._pool.check()
-        entries = self._cache.entries()
-        idle = {entry.block for entry in self._cache.idle_entries()}
-        for block in range(max([self.capacity, *(block + 1 for block in holders)])):
-            count = self._pool.references(block)
-            assert count == holders[block], f"block {block}: {count} references"
-            states = (count > 0) + (block in idle) + self._pool.is_free(block)
-            assert states == (block < self.capacity or count > 0), f"block {block}: {states}"
-        self._check_entries(entries, holders)
-
-    def _check_entries(self, entries: list[CachedBlock], holders: Counter[int]) -> None:
-        seen: set[CachedBlock] = set()
-        for entry in entries:
-            assert entry.parent is None or entry.parent in seen, "an entry lost its parent"
-            assert self._cache.of_block(entry.block) is entry, f"block {entry.block}: two entries"
-            assert len(entry.tokens) == self.block_tokens, "a part of a block is cached"
-            assert self._cache.is_idle(entry) == (holders[entry.block] == 0), "idle list is wrong"
-            if entry.parent is not None and holders[entry.block]:
-                assert holders[entry.parent.block], "a held entry has an idle parent"
-            seen.add(entry)
-        evicted: set[CachedBlock] = set()
-        for entry in self._cache.idle_entries():
-            assert entry.parent not in evicted, "a parent would be evicted before its child"
-            evicted.add(entry)
+        check_books(self._pool, self._cache, self.tier, self.block_tokens, sequences)
 
     def _enter(self, seq: Sequence, index: int, parent: CachedBlock | None) -> CachedBlock | None:
         """Cache one computed block. None ends the chain: a block whose parent is not the cached one
@@ -215,9 +211,15 @@ class KVManager:
         block, tokens = seq.blocks[index], self._tokens_of(seq, index)
         if block >= self.capacity:
             return None
-        entry = self._cache.find(seq.block_hashes[index])
+        digest = seq.block_hashes[index]
+        entry = self._cache.find(digest)
         if entry is None:
-            entry = CachedBlock(seq.block_hashes[index], tokens, parent, seq.salt, block)
+            # Computed once more all the same: what builds on the host's copy builds on this.
+            entry = self.tier.adopt(digest, tokens, parent, seq.salt)
+            if entry is None:
+                entry = CachedBlock(digest, tokens, parent, seq.salt, block)
+                self._changes.note(digest, cached=True)
+            entry.block = block
             self._cache.add(entry)
             return entry
         if not entry.holds(tokens, parent, seq.salt):
@@ -228,16 +230,68 @@ class KVManager:
             self._pool.put_back(self._cache.move(entry, block))
         return entry
 
+    def _restore(self, seq: Sequence, parent: CachedBlock | None, shareable: int) -> None:
+        """Attach fresh blocks for the entries that come next and that the host keeps, parents
+        first, and ask for the copies into them.
+        """
+        found: list[CachedBlock] = []
+        for index in range(len(seq.blocks), shareable):
+            self._extend_hashes(seq, index + 1)
+            entry = self.tier.find(seq.block_hashes[index])
+            if entry is None or not entry.holds(self._tokens_of(seq, index), parent, seq.salt):
+                break
+            found.append(entry)
+            parent = entry
+        with self.tier.holding(found):
+            self._make_free(len(found))
+        for entry in found[: self._pool.n_free]:
+            block = self._pool.take()
+            if block >= self.in_memory:
+                self._pool.drop(block)
+                self._pool.put_back(block)
+                return
+            entry.block = block
+            self._cache.add(entry)
+            self.tier.restore(entry, block)
+            self._attach(seq, block)
+
+    def _make_free(self, count: int) -> None:
+        """Evict until the pool has so many blocks free, or none is left to evict."""
+        while self._pool.n_free < count and self._cache.n_idle:
+            entry = self._cache.evict_oldest()
+            block = entry.block
+            self._leave_device(entry, block)
+            self._pool.put_back(block)
+
+    def _drop_from(self, first: int) -> None:
+        """Take blocks `first` and above out of the cache, and all that builds on them. The host
+        keeps what it has; nothing is copied, as that memory may be gone before the copy is made.
+        """
+        for entry, is_idle in reversed(self._cache.drop_from(first)):
+            block = entry.block
+            self._leave_device(entry, None)
+            if is_idle:
+                self._pool.put_back(block)
+        self.tier.drop_orphans()
+
+    def _leave_device(self, entry: CachedBlock, readable: int | None) -> None:
+        entry.block = NOWHERE
+        if not self.tier.keep(entry, readable):
+            self._changes.note(entry.digest, cached=False)
+
+    def _attach(self, seq: Sequence, block: int) -> None:
+        seq.blocks.append(block)
+        seq.copy_ticket = max(seq.copy_ticket, self.copies.ticket_of(block))
+
     def _tokens_of(self, seq: Sequence, index: int) -> tuple[int, ...]:
         return tuple(seq.tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
 
     def _extend_hashes(self, seq: Sequence, n_blocks: int) -> None:
-        hashes, size = seq.block_hashes, self.block_tokens
-        first = len(hashes)
-        if first >= n_blocks:
-            return
-        digest = hashes[-1] if hashes else root_digest(seq.salt)
-        tokens = array("q", seq.tokens[first * size : n_blocks * size])
-        for start in range(0, len(tokens), size):
-            digest = self._digest(digest, tokens[start : start + size])
-            hashes.append(digest)
+        extend_hashes(
+            seq.block_hashes,
+            seq.tokens,
+            n_blocks,
+            salt=seq.salt,
+            block_tokens=self.block_tokens,
+            digest=self._digest,
+        )

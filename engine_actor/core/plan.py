@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine_actor.core.block_copies import NO_COPIES, CopyList
 from engine_actor.core.sequence import FinishReason, Key
 
 
@@ -80,7 +81,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. `preempted` sequences went back to waiting; `refused` ones are already DONE."""
+    """One step. `preempted` sequences went back to waiting; `refused` ones are already DONE.
+
+    `copies` are to be made before its works, and even where it is empty; its works wait for the
+    copies up to the ticket `waits_for`.
+    """
 
     step: int
     mode: OverlapMode
@@ -89,6 +94,8 @@ class StepPlan:
     preempted: tuple[Key, ...] = ()
     refused: tuple[Refusal, ...] = ()
     max_ctas: int | None = None
+    copies: CopyList = NO_COPIES
+    waits_for: int = 0
 
     @property
     def empty(self) -> bool:

@@ -5,10 +5,12 @@ Knows sequences and limits; decides nothing about decoded rows, which are in the
 
 from __future__ import annotations
 
+import sys
 from itertools import groupby
 
 from engine_actor.core.budget import layers_of_slice, prefill_budget, share_tokens, tokens_beside
 from engine_actor.core.draft import StepDraft, chunk_wanted
+from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.limits import SchedulerLimits
 from engine_actor.core.overlap_policy import SERIAL, OverlapPolicy, Sharing, StepFacts
 from engine_actor.core.plan import LayerRange, OverlapMode
@@ -24,17 +26,20 @@ def plan_prefill(
     draft: StepDraft,
     roster: Roster,
     limits: SchedulerLimits,
-    block_tokens: int,
+    kv: KVManager,
     policy: OverlapPolicy,
     now: float,
 ) -> Sharing:
     """Add this step's chunks: aged priority first, then whoever has waited longest for a turn, so
-    that nobody starves. Returns how they share the device with the decoded rows.
+    that nobody starves. Beside decoded rows a prompt waits until the copies into its blocks have
+    landed, or the rows would wait with it. Returns how they share the device with those rows.
     """
+    block_tokens = kv.block_tokens
     budget = prefill_budget(
         limits.prefill_chunk_tokens, limits.prefill_chunk_tokens_while_decoding, draft.n_decoding
     )
-    ready = _ready(roster, limits, now)
+    landed = kv.copies.landed if draft.n_decoding else sys.maxsize
+    ready = _ready(roster, limits, now, landed)
     if not ready:
         return SERIAL
     sharing = SERIAL
@@ -94,12 +99,15 @@ def _add_range(
     return SERIAL if sharing.mode is OverlapMode.MIXED else sharing
 
 
-def _ready(roster: Roster, limits: SchedulerLimits, now: float) -> list[Ready]:
-    """Prompts that may have a chunk now, first in turn first."""
+def _ready(roster: Roster, limits: SchedulerLimits, now: float, landed: int) -> list[Ready]:
+    """Prompts that may have a chunk now, first in turn first; an open range is never left alone."""
     ready = [
         (aged_level(seq, now, limits.priority_ageing_s), seq.turn, seq)
         for seq in roster.running
-        if seq.state is SeqState.PREFILL and seq.n_scheduled < len(seq.tokens) and not seq.stalled
+        if seq.state is SeqState.PREFILL
+        and seq.n_scheduled < len(seq.tokens)
+        and not seq.stalled
+        and (seq.copy_ticket <= landed or seq.next_layer)
     ]
     ready.sort(key=lambda entry: entry[:2])
     return [(level, seq) for level, _, seq in ready[: limits.max_partial_prefills]]

@@ -26,10 +26,35 @@ def root_digest(salt: str) -> bytes:
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
+def extend_hashes(
+    hashes: list[bytes],
+    tokens: Sequence[int],
+    n_blocks: int,
+    *,
+    salt: str,
+    block_tokens: int,
+    digest: Digest,
+) -> None:
+    """Append the chained digests that `hashes` lacks of the first n_blocks blocks of `tokens`."""
+    first = len(hashes)
+    if first >= n_blocks:
+        return
+    parent = hashes[-1] if hashes else root_digest(salt)
+    rest = array("q", tokens[first * block_tokens : n_blocks * block_tokens])
+    for start in range(0, len(rest), block_tokens):
+        parent = digest(parent, rest[start : start + block_tokens])
+        hashes.append(parent)
+
+
+NOWHERE = -1
+"""Stands for the block or the slot of an entry that has none."""
+
+
 @dataclass(slots=True, eq=False)
 class CachedBlock:
     """One full block in the cache. `parent` is compared by identity: by induction that checks every
-    token before this block, whatever the digests do.
+    token before this block, whatever the digests do. block: where it lies on the device; slot:
+    where a copy of it lies on the host (host_tier.py). One that is nowhere is forgotten for good.
     """
 
     digest: bytes
@@ -37,10 +62,30 @@ class CachedBlock:
     parent: CachedBlock | None
     salt: str
     block: int
+    slot: int = NOWHERE
 
     def holds(self, tokens: tuple[int, ...], parent: CachedBlock | None, salt: str) -> bool:
         """True where this entry is exactly that block after exactly that prefix."""
         return self.parent is parent and self.tokens == tokens and self.salt == salt
+
+
+class CacheChanges:
+    """Which digests came and went, on the device and on the host together."""
+
+    def __init__(self) -> None:
+        self._changes: dict[bytes, bool] = {}
+
+    def note(self, digest: bytes, cached: bool) -> None:
+        """It can be found now, or not any more."""
+        # An eviction after an addition (or the reverse) in one interval is no change at all.
+        if self._changes.pop(digest, cached) is cached:
+            self._changes[digest] = cached
+
+    def take(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """Net (added, evicted) digests since the last call."""
+        changes, self._changes = self._changes, {}
+        added = tuple(digest for digest, cached in changes.items() if cached)
+        return added, tuple(digest for digest, cached in changes.items() if not cached)
 
 
 class PrefixCache:
@@ -55,7 +100,6 @@ class PrefixCache:
         self._entries: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
-        self._changes: dict[bytes, bool] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -90,7 +134,6 @@ class PrefixCache:
         """Enter a held block under a digest that is not taken."""
         self._entries[entry.digest] = entry
         self._by_block[entry.block] = entry
-        self._note(entry.digest, cached=True)
 
     def move(self, entry: CachedBlock, block: int) -> int:
         """Let an idle entry live in another, held block of equal content. Returns its old block."""
@@ -112,32 +155,23 @@ class PrefixCache:
         """True where nobody holds its block."""
         return entry.block in self._idle
 
-    def evict_oldest(self) -> int:
-        """Forget the entry that was idle longest. Returns its block. Raises KeyError if none is."""
-        block, entry = self._idle.popitem(last=False)
-        self._forget(entry)
-        return block
+    def evict_oldest(self) -> CachedBlock:
+        """Take out the entry that was idle longest. Raises KeyError if none is."""
+        _, entry = self._idle.popitem(last=False)
+        self._take_out(entry)
+        return entry
 
-    def drop_from(self, first: int) -> list[int]:
-        """Forget every entry in blocks `first` and above, and all that build on one of them.
-        Returns the idle blocks that this sets free.
+    def drop_from(self, first: int) -> list[tuple[CachedBlock, bool]]:
+        """Take out every entry in blocks `first` and above, and all that build on one of them:
+        (entry, whether it was idle), parents before children.
         """
-        doomed: set[CachedBlock] = set()
-        freed: list[int] = []
+        doomed: dict[CachedBlock, bool] = {}
         # Entries stand in the order they were added, parents before children.
         for entry in list(self._entries.values()):
             if entry.block >= first or entry.parent in doomed:
-                doomed.add(entry)
-                if self._idle.pop(entry.block, None) is not None:
-                    freed.append(entry.block)
-                self._forget(entry)
-        return freed
-
-    def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Net (added, evicted) digests since the last call."""
-        changes, self._changes = self._changes, {}
-        added = tuple(digest for digest, cached in changes.items() if cached)
-        return added, tuple(digest for digest, cached in changes.items() if not cached)
+                doomed[entry] = self._idle.pop(entry.block, None) is not None
+                self._take_out(entry)
+        return list(doomed.items())
 
     def entries(self) -> list[CachedBlock]:
         """All entries, parents before children."""
@@ -147,11 +181,5 @@ class PrefixCache:
         """The idle entries, next to be evicted first."""
         return list(self._idle.values())
 
-    def _forget(self, entry: CachedBlock) -> None:
+    def _take_out(self, entry: CachedBlock) -> None:
         del self._entries[entry.digest], self._by_block[entry.block]
-        self._note(entry.digest, cached=False)
-
-    def _note(self, digest: bytes, cached: bool) -> None:
-        # An eviction after an addition (or the reverse) in one interval is no change at all.
-        if self._changes.pop(digest, cached) is cached:
-            self._changes[digest] = cached

@@ -176,9 +176,9 @@ class Scheduler:
         # Whoever was preempted here must not come back at once and take the blocks it gave.
         if not draft.short_of_blocks:
             admit(self._roster, self._kv, self.limits.max_num_seqs, now)
-        sharing = plan_prefill(draft, self._roster, self.limits, self._kv.block_tokens, policy, now)
+        sharing = plan_prefill(draft, self._roster, self.limits, self._kv, policy, now)
         self._step += 1
-        plan = draft.plan(self._step, sharing)
+        plan = draft.plan(self._step, sharing, self._kv.copies.take())
         if not plan.empty:
             self._flights.append(draft.flight(self._step))
         return plan

@@ -86,6 +86,8 @@ class Sequence:
     the prefix cache. frozen_blocks: BlockTable(blocks), kept until blocks change.
     n_prompt_scored: prompt rows whose logprobs are committed, so that a preempted request does not
     report them twice.
+    copy_ticket: of the last copy that may still touch one of its blocks (block_copies.py); no work
+    of it starts before that has landed. 0 where none does.
     range_end, next_layer: a chunk n_scheduled..range_end-1 that is planned up to next_layer; 0
     where none is open. whole_chunks: a range failed, so chunks are run whole from now on.
     """
@@ -119,6 +121,7 @@ class Sequence:
     n_registered: int = 0
     frozen_blocks: BlockTable | None = field(default=None, repr=False)
     n_prompt_scored: int = 0
+    copy_ticket: int = 0
     range_end: int = 0
     next_layer: int = 0
     whole_chunks: bool = False

@@ -80,7 +80,8 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class CardPlan:
     """allowance: bytes for torch and the KV pool together. kv_blocks: of the pool at its largest,
-    0 where the plan does not fit; refusal says then why, `instead` what would fit, one each.
+    0 where the plan does not fit; refusal says then why, `instead` what would fit, one each. host:
+    blocks and bytes that the host keeps of evicted prefixes, not a part of the card's.
     """
 
     allowance: int
@@ -94,6 +95,7 @@ class CardPlan:
     kv_bytes: int
     refusal: str | None = None
     instead: tuple[str, ...] = ()
+    host: tuple[int, int] = (0, 0)
 
     @property
     def kv_tokens(self) -> int:
@@ -122,6 +124,7 @@ class CardPlan:
             "kv": self.kv_bytes,
             "kv_blocks": self.kv_blocks,
             "max_model_len": self.settings.max_model_len,
+            "host": self.host[1],
         }
 
     def sequences(self, tokens: int) -> int:

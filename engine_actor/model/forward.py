@@ -16,6 +16,7 @@ from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
 from engine_actor.model.decode_graphs import DecodeGraphs
 from engine_actor.model.decoder import Decoder
 from engine_actor.model.graph_capture import CudaCapture
+from engine_actor.model.host_blocks import HostBlocks
 from engine_actor.model.kv_store import KVStore
 from engine_actor.model.layers.attention import StepTensors, WantedRows
 from engine_actor.model.layers.embed import Embedding
@@ -201,6 +202,10 @@ class ModelRunner:
             self._plans.clear()
             if self._graphs is not None:
                 self._graphs.cache_moved()
+
+    def host_blocks(self, n_slots: int) -> HostBlocks:
+        """Memory of the host for n_slots blocks of the KV cache."""
+        return HostBlocks(self.kv, n_slots)
 
     def kv_checksum(self, blocks: tuple[int, ...]) -> int:
         """A checksum of the named blocks' bytes."""

@@ -47,7 +47,7 @@ class KVStore:
 
     With a pool the layers stay where they are for as long as the capacity is the same, whatever
     resize() does; without one a resize copies and moves them. make_pool: a maker, or why there is
-    none.
+    none. block_bytes: of one block of each array.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class KVStore:
         self.block_tokens = block_tokens
         self._shape = (block_tokens, 2, config.n_kv_heads, config.head_dim)
         self._heads = (config.n_kv_heads, config.head_dim)
-        self._device = device
+        self.device = device
         self._make_pool = make_pool
-        self._block_bytes = array_block_bytes(config, dtype, block_tokens)
+        self.block_bytes = array_block_bytes(config, dtype, block_tokens)
         self._pool: ops.VirtualPool | None = None
         self.layers: list[ops.LayerCache] = [self._layer(0) for _ in range(config.n_layers)]
 
     def _layer(self, n_blocks: int) -> ops.LayerCache:
         if self.dtype == torch.int8:
-            return ops.empty_int8_kv(n_blocks, self.block_tokens, *self._heads, self._device)
+            return ops.empty_int8_kv(n_blocks, self.block_tokens, *self._heads, self.device)
         # zeros, not empty: on a CPU the pages of blocks never used are then never touched.
-        return torch.zeros(n_blocks, *self._shape, dtype=self.dtype, device=self._device)
+        return torch.zeros(n_blocks, *self._shape, dtype=self.dtype, device=self.device)
 
     @property
     def n_blocks(self) -> int:
@@ -89,11 +89,17 @@ class KVStore:
         """Memory of the device that the cache takes now, with what rounding adds."""
         if self._pool is not None:
             return self._pool.mapped_bytes
-        return self.n_blocks * sum(self._block_bytes)
+        return self.n_blocks * sum(self.block_bytes)
 
     def addresses(self) -> tuple[int, ...]:
         """Of every layer's tensors: a captured graph is good for one set of them."""
         return tuple(tensor.data_ptr() for layer in self.layers for tensor in _tensors(layer))
+
+    def arrays(self) -> list[torch.Tensor]:
+        """Every array of the cache, [n_blocks, ...] each, in the order of block_bytes: the layers,
+        then in INT8 their scales.
+        """
+        return [array for kind in zip(*map(_tensors, self.layers), strict=True) for array in kind]
 
     def keys(self, layer: int) -> torch.Tensor:
         """View [n_blocks, block_tokens, kv_heads, head_dim], codes in INT8."""
@@ -114,7 +120,7 @@ class KVStore:
         self.layers = [self._layer(0) for _ in self.layers]
         if self._pool is not None:
             self._pool.close()
-        self._pool = self._make_pool(self._block_bytes, capacity)
+        self._pool = self._make_pool(self.block_bytes, capacity)
         self._show(0)
 
     def resize(self, n_blocks: int) -> None:
@@ -150,7 +156,7 @@ class KVStore:
         """To a larger pool that nobody has reserved: the one growth that copies."""
         assert not isinstance(self._make_pool, str)
         old, old_pool = self.layers, self._pool
-        pool = self._make_pool(self._block_bytes, capacity)
+        pool = self._make_pool(self.block_bytes, capacity)
         pool.resize(capacity)
         self._pool = pool
         self._show(0)
@@ -167,8 +173,8 @@ class KVStore:
         """
         assert self._pool is not None
         count, n_layers = self._pool.n_blocks, len(self.layers)
-        arrays = [self._pool.tensor(index) for index in range(len(self._block_bytes))]
-        for array, each in zip(arrays, self._block_bytes, strict=True):
+        arrays = [self._pool.tensor(index) for index in range(len(self.block_bytes))]
+        for array, each in zip(arrays, self.block_bytes, strict=True):
             array[kept * each :].zero_()
         tables = [array.view(self.dtype).view(count, *self._shape) for array in arrays[:n_layers]]
         if self.dtype != torch.int8:

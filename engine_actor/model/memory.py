@@ -105,10 +105,11 @@ def _ledger(index: int) -> CardLedger:
 
 def card_ledger(device: torch.device) -> CardLedger:
     """The one of the process for this CUDA device."""
-    return _ledger(_index(device))
+    return _ledger(device_index(device))
 
 
-def _index(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
+    """The number of a CUDA device; of the current one where none is named."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -155,7 +156,7 @@ def card_of(device: torch.device) -> tuple[Card, int]:
     """
     torch.cuda.empty_cache()
     ledger = card_ledger(device)
-    index = _index(device)
+    index = device_index(device)
     granularity = 0 if ops.why_no_virtual_memory(index) else ops.CudaMemory(index).granularity
     total = int(torch.cuda.mem_get_info(device)[1])
     return Card(total, ledger.outside, granularity), ledger.held
@@ -165,7 +166,7 @@ def pool_maker(device: torch.device) -> PoolMaker | str:
     """How the KV cache gets memory at fixed addresses on a device, or why it does not."""
     if device.type != "cuda":
         return "a CPU moves it"
-    index = _index(device)
+    index = device_index(device)
     if reason := ops.why_no_virtual_memory(index):
         return reason
     memory, ledger = ops.CudaMemory(index), card_ledger(device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from engine_actor.core.block_copies import BlockCopy
 from engine_actor.work.inputs import BatchInputs
 
 
@@ -26,6 +28,18 @@ class GraphCounts:
     failures: int = 0
     dropped: int = 0
     nbytes: int = 0
+
+
+class BlockStore(Protocol):
+    """Slots on the host for blocks of a runner's KV."""
+
+    nbytes: int
+    reason: str | None
+    """Why the copies are made one by one; None where one launch makes them."""
+
+    def copy(self, part: Sequence[BlockCopy]) -> None:
+        """Put copies that go one way, no block and no slot twice, on the current stream."""
+        ...
 
 
 class Runner(Protocol):
@@ -93,4 +107,8 @@ class Runner(Protocol):
 
     def kv_checksum(self, blocks: tuple[int, ...]) -> int:
         """A checksum of the named blocks' bytes, for the tests of idempotent retry."""
+        ...
+
+    def host_blocks(self, n_slots: int) -> BlockStore:
+        """Memory of the host for n_slots blocks. Raises CheckpointError where it cannot be had."""
         ...

@@ -37,6 +37,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         slice_tokens=st.sampled_from([None, 1, 2, 5]),
         max_num_seqs=st.sampled_from([1, 2, 3, 8]),
         prefix_cache=st.booleans(),
+        host_slots=st.sampled_from([0, 0, 1, 3, 30]),
     )
     def start(self, partial_prefills: int, **knobs: int) -> None:
         self.engine = SchedulerHarness(
@@ -116,6 +117,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         self.engine.kv.reset_prefix_cache()
         self.engine.scheduler.check()
+
+    @rule(n_lists=st.integers(1, 3))
+    def land_copies(self, n_lists: int) -> None:
+        self.engine.land(n_lists)
+
+    @rule(n_blocks=st.integers(1, 24))
+    def have_memory(self, n_blocks: int) -> None:
+        self.engine.kv.in_memory = n_blocks
 
     @rule(kind=st.sampled_from(["retry", "partial", "silent", "mute", "fail"]))
     def break_something(self, kind: str) -> None:

@@ -2,15 +2,18 @@
 
 So a block shared wrongly, reused too early or computed out of order shows at once: each position
 read is compared with the token that belongs there, and what is sampled depends on all of them.
+Copies of blocks to the host and back are made as late as a plan lets them be.
 """
 
 from __future__ import annotations
 
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine_actor.core.block_copies import CopyList, batches
 from engine_actor.core.params import SamplingParams
 from engine_actor.core.plan import (
     Failure,
@@ -79,6 +82,9 @@ class PagedModel:
         self._open: list[_OpenStep] = []
         self._void: set[Key] = set()
         self._ranges: dict[Key, tuple[int, int, int]] = {}
+        self._host: dict[int, list[int]] = {}
+        self._copies: deque[CopyList] = deque()
+        self.landed = 0
 
     @property
     def n_open(self) -> int:
@@ -96,8 +102,28 @@ class PagedModel:
             tokens.append(next_token(tokens))
         return tokens[:n_tokens]
 
+    def ask(self, copies: CopyList) -> None:
+        """Queue copies behind all that was launched."""
+        if copies.copies:
+            self._copies.append(copies)
+
+    def land(self, ticket: int) -> None:
+        """Make the copies up to a ticket."""
+        while self._copies and self._copies[0].ticket <= ticket:
+            asked = self._copies.popleft()
+            assert asked.ticket > self.landed, "copies out of order"
+            self.landed = asked.ticket
+            for part in batches(asked.copies):
+                for block, slot, to_host in reversed(part):
+                    if to_host:
+                        self._host[slot] = list(self._cells[block])
+                    else:
+                        self._cells[block] = list(self._host[slot])
+
     def launch(self, plan: StepPlan) -> None:
         """Run one step, decode before prefill."""
+        self.ask(plan.copies)
+        self.land(plan.waits_for)
         keys = [part.key for part in (*plan.decode, *plan.prefill)]
         assert len(set(keys)) == len(keys), "one sequence twice in a step"
         step = _OpenStep(StepOutcome(plan))
@@ -217,7 +243,11 @@ class PagedModel:
         return next_token([*seen, *chunk.tokens])
 
     def _guard(self, chunk: PrefillChunk, step: _OpenStep) -> None:
-        """No block that an open work of another sequence touches may be written (B-10)."""
+        """No block that an open work of another sequence touches may be written (B-10), none that a
+        copy may still touch may be used.
+        """
+        pending = {copy.block for asked in self._copies for copy in asked.copies}
+        assert not pending & set(chunk.blocks), f"{chunk.key}: a copy is under way"
         first = chunk.start // self.block_tokens
         for index, block in enumerate(chunk.blocks):
             writes = index >= first

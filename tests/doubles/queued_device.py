@@ -4,7 +4,8 @@ QueuedRunner is a HashRunner whose forward passes, samples, copies of inputs and
 of one DeviceQueue, in the order of their launch, as on the streams of a GPU after the joins. What a
 task makes is a tensor that holds nonsense until the task has run, so a host that reads it early, or
 an input buffer that is filled again too soon, changes the text. The queue advances when the host
-waits for a fence, and by as many tasks as `pace` says whenever it is given one.
+waits for a fence, and by as many tasks as `pace` says whenever it is given one. Copies of blocks to
+the host and back have a queue of their own, which gets on when the first waits for it.
 
     runner = QueuedRunner(pace=lambda: 0)                 # as late as the fences allow
     engine = queued_engine(runner, max_num_seqs=8)        # pipeline depth 1
@@ -13,15 +14,19 @@ waits for a fence, and by as many tasks as `pace` says whenever it is given one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from engine_actor.core.block_copies import BlockCopy
 from engine_actor.core.plan import SampledToken
 from engine_actor.engine import Engine
 from engine_actor.model.pending_sample import PendingSample
+from engine_actor.model.runner_protocol import BlockStore
 from engine_actor.model.sampler import Sampler, SampleRow
+from engine_actor.work.host_copies import Copies, DirectCopies, StreamCopies
 from engine_actor.work.inputs import BatchInputs, Feed
 from engine_actor.work.staging import PinnedStaging
 from engine_actor.work.streams import Attempt, Launched, SerialPair
@@ -70,6 +75,59 @@ class QueueFence:
     def synchronize(self) -> None:
         self._queue.run_to(self._mark)
 
+    def query(self) -> bool:
+        """Whether the device has come here by itself."""
+        return self._queue.done >= self._mark
+
+
+class QueuedStreams:
+    """CopyStreams of two queues: the works' and the copies'. `without`: a wait that is left out, as
+    (waiter, awaited).
+    """
+
+    def __init__(
+        self,
+        works: DeviceQueue,
+        copies: DeviceQueue,
+        without: tuple[str, str] | None = None,
+    ) -> None:
+        self.queues = {"works": works, "copies": copies}
+        self.log: list[str] = []
+        self._without = without
+        self._entered = ["works"]
+
+    def current(self) -> str:
+        return self._entered[-1]
+
+    def wait(self, waiter: str, awaited: str) -> None:
+        self.log.append(f"{waiter} wait for {awaited}")
+        if (waiter, awaited) != self._without:
+            queue = self.queues[awaited]
+            mark = queue.given
+            self.queues[waiter].put(lambda: queue.run_to(mark))
+
+    def record(self, stream: str) -> QueueFence:
+        return self.queues[stream].fence()
+
+    @contextmanager
+    def entered(self, stream: str) -> Iterator[None]:
+        self._entered.append(stream)
+        yield
+        self._entered.pop()
+
+
+class QueuedBlocks:
+    """Slots on the host whose copies wait in the queue of the stream they are put on."""
+
+    def __init__(self, inner: BlockStore, streams: QueuedStreams) -> None:
+        self._inner = inner
+        self._streams = streams
+        self.nbytes = inner.nbytes
+        self.reason = inner.reason
+
+    def copy(self, part: Sequence[BlockCopy]) -> None:
+        self._streams.queues[self._streams.current()].put(lambda: self._inner.copy(part))
+
 
 class QueuedRunner(HashRunner):
     """The hooks are called when a pass is launched: a tensor cannot be looked at there."""
@@ -77,6 +135,7 @@ class QueuedRunner(HashRunner):
     def __init__(self, pace: Callable[[], int] = lambda: 0, **more: Any) -> None:
         super().__init__(**more)
         self.queue = DeviceQueue(pace)
+        self.copy_queue = DeviceQueue(pace)
         self._hidden_device = HashRunner(**more)
 
     def embed(self, inputs: BatchInputs) -> torch.Tensor:
@@ -187,10 +246,29 @@ class _QueuedPair(SerialPair):
         self._queue.eager = False
 
 
-def queued_engine(runner: QueuedRunner, depth: int = 1, **settings: Any) -> Engine:
+def queued_copies(
+    runner: QueuedRunner, n_slots: int, without: tuple[str, str] | None = None
+) -> Copies:
+    """Copies on the device of `runner`, with one wait left out where `without` names it."""
+    if not n_slots:
+        return DirectCopies(None)
+    streams = QueuedStreams(runner.queue, runner.copy_queue, without)
+    blocks = QueuedBlocks(runner._hidden_device.host_blocks(n_slots), streams)
+    return StreamCopies(blocks, streams, "copies")
+
+
+def queued_engine(
+    runner: QueuedRunner,
+    depth: int = 1,
+    host_slots: int = 0,
+    without: tuple[str, str] | None = None,
+    **settings: Any,
+) -> Engine:
     """An engine on the device of `runner`; `settings` as make_engine's."""
     engine = make_engine(
         runner,
+        host_slots=host_slots,
+        copies=queued_copies(runner, host_slots, without),
         pair=_QueuedPair(runner.queue),
         depth=depth,
         sampler=QueuedSampler(runner.queue, runner.vocab_size, base_seed=7),

@@ -35,10 +35,11 @@ class SchedulerHarness:
         ageing_s: float = 5.0,
         max_model_len: int = 4096,
         prefix_cache: bool = True,
+        host_slots: int = 0,
         fault: Callable[[Key, int], Fault | None] | None = None,
     ) -> None:
         self.clock = ManualClock()
-        self.kv = KVManager(n_blocks, block_tokens, prefix_cache)
+        self.kv = KVManager(n_blocks, block_tokens, prefix_cache, host_slots)
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_queue=max_queue,
@@ -109,11 +110,18 @@ class SchedulerHarness:
         self._check_plan(plan)
         for refusal in plan.refused:
             self._end(refusal.key, refusal.reason, refusal.code)
-        if not plan.empty:
+        if plan.empty:
+            self.model.ask(plan.copies)
+        else:
             self.model.launch(plan)
             self._open.append(plan)
         self.scheduler.check()
         return plan
+
+    def land(self, n_lists: int) -> None:
+        """Let the device make the next lists of copies, and the scheduler hear of it."""
+        self.model.land(self.model.landed + n_lists)
+        self.kv.copies.landed = self.model.landed
 
     @property
     def may_plan(self) -> bool:

@@ -30,12 +30,14 @@ import numpy as np
 import torch
 
 from configs.schema import EngineConfig, KVConfig
+from engine_actor.core.block_copies import BlockCopy
 from engine_actor.core.clock import Clock
 from engine_actor.engine import Engine
 from engine_actor.facts import EngineFacts
 from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.model.sampler import Sampler
 from engine_actor.service import EngineService
+from engine_actor.work.host_copies import Copies
 from engine_actor.work.inputs import BatchInputs
 from engine_actor.work.streams import Pair
 
@@ -123,6 +125,9 @@ class HashRunner:
             new[:, :kept] = old[:, :kept]
             setattr(self, name, new)
 
+    def host_blocks(self, n_slots: int) -> HashedBlocks:
+        return HashedBlocks(self, n_slots)
+
     def kv_checksum(self, blocks: tuple[int, ...]) -> int:
         slots = _slots_of(blocks, self.block_tokens)
         return zlib.crc32(self._ids[:, slots].tobytes() + self._positions[:, slots].tobytes())
@@ -160,6 +165,29 @@ class HashRunner:
     def _track(self, tensor: torch.Tensor) -> torch.Tensor:
         self._made.add(tensor)
         return tensor
+
+
+class HashedBlocks:
+    """Slots on the host for blocks of a HashRunner."""
+
+    reason = "not on a GPU"
+
+    def __init__(self, runner: HashRunner, n_slots: int) -> None:
+        self._runner = runner
+        shape = (n_slots, 2, runner.n_layers, runner.block_tokens)
+        self._kept = np.full(shape, _EMPTY)
+        self.nbytes = self._kept.nbytes
+        self.n_copied = 0
+
+    def copy(self, part: Sequence[BlockCopy]) -> None:
+        runner = self._runner
+        for block, slot, to_host in part:
+            self.n_copied += 1
+            at = _slots_of([block], runner.block_tokens)
+            if to_host:
+                self._kept[slot] = runner._ids[:, at], runner._positions[:, at]
+            else:
+                runner._ids[:, at], runner._positions[:, at] = self._kept[slot]
 
 
 class ScriptedRunner(HashRunner):
@@ -221,18 +249,22 @@ def make_engine(
     kv_blocks: int = 64,
     max_model_len: int = 4096,
     prefix_cache: bool = True,
+    host_slots: int = 0,
     clock: Clock | None = None,
     pair: Pair | None = None,
     depth: int | None = None,
     sampler: Sampler | None = None,
+    copies: Copies | None = None,
     **config: Any,
 ) -> Engine:
     """A plain engine around a runner double; `config` are EngineConfig fields."""
     kv = KVConfig(block_tokens=runner.block_tokens, prefix_cache=prefix_cache)
-    facts = make_facts(runner, kv_blocks, max_model_len=max_model_len)
+    more = {"max_model_len": max_model_len, "kv_host_blocks": host_slots}
+    facts = make_facts(runner, kv_blocks, **more)
     settings = EngineConfig(kv=kv, **config)
     sampler = sampler or Sampler(runner.vocab_size, base_seed=7)
-    return Engine(settings, facts, runner, sampler, clock=clock, pair=pair, depth=depth)
+    given: dict[str, Any] = {"clock": clock, "pair": pair, "depth": depth, "copies": copies}
+    return Engine(settings, facts, runner, sampler, **given)
 
 
 def make_service(

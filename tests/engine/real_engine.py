@@ -33,6 +33,7 @@ class Loaded:
         self,
         *,
         kv_blocks: int = 600,
+        host_slots: int = 0,
         sampler: Sampler | None = None,
         depth: int | None = None,
         **config: Any,
@@ -45,6 +46,7 @@ class Loaded:
             max_model_len=self.max_model_len,
             kv_blocks=kv_blocks,
             kv_first_blocks=8,
+            kv_host_blocks=host_slots,
             eos_token_ids=self.eos_token_ids,
         )
         settings = EngineConfig(kv=KVConfig(block_tokens=BLOCK), **config)

@@ -34,6 +34,7 @@ from tests.kernels_gpu import (
     test_attention_cuda,
     test_carried_norm,
     test_decode_heads,
+    test_host_copy,
     test_kv_cuda,
     test_linear_seed,
     test_round_columns,
@@ -102,6 +103,7 @@ CASES: dict[str, Callable[[], None]] = {
     "kv/write.cu int8": partial(
         test_kv_cuda.test_int8_values_are_quantised_as_the_reference_does, 64, "float16"
     ),
+    "kv/host_copy.cu": partial(test_host_copy.test_both_ways_as_torch_does, "odd_sizes", 3, 7),
     "kv/stage.cu": partial(test_stage_cuda.test_rows_and_padding_as_in_torch, 3, 4, 5),
     "sampling/argmax.cu": partial(test_sampling_cuda.test_argmax, 300),
     "sampling/draw.cu": partial(test_sampling_cuda.test_draws_equal_the_reference, 300, 2.0),

@@ -1,0 +1,93 @@
+"""Copies of KV blocks between device and host that plans ask for, in the order in which they take
+effect, and which blocks a copy may still be touching.
+
+Knows ids and slots; who decides is the KV manager, who copies the shell (work/host_copies.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class BlockCopy(NamedTuple):
+    """`block` of the pool into `slot` of the host (to_host), or back."""
+
+    block: int
+    slot: int
+    to_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CopyList:
+    """What one plan asks for, to be made after all works of the plans before it and in this order.
+    `ticket`: counts the lists that are not empty from 1; a list has landed when its copies and
+    those of all earlier ones are done. 0: nothing to copy.
+    """
+
+    ticket: int = 0
+    copies: tuple[BlockCopy, ...] = ()
+
+
+NO_COPIES = CopyList()
+
+
+class CopyQueue:
+    """Gathers copies between two plans. A block that is given to somebody else while a copy may
+    touch it has the copy's ticket: no work may touch it before that has landed.
+    """
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._landed = 0
+        self._copies: list[BlockCopy] = []
+        self._tickets: dict[int, int] = {}
+
+    def add(self, block: int, slot: int, to_host: bool) -> None:
+        """Ask for one more copy, behind all that were asked for before."""
+        self._copies.append(BlockCopy(block, slot, to_host))
+        self._tickets[block] = self._next
+
+    def take(self) -> CopyList:
+        """What was asked for since the last call."""
+        if not self._copies:
+            return NO_COPIES
+        taken = CopyList(self._next, tuple(self._copies))
+        self._copies.clear()
+        self._next += 1
+        return taken
+
+    @property
+    def landed(self) -> int:
+        """The last ticket that is known to have landed."""
+        return self._landed
+
+    @landed.setter
+    def landed(self, ticket: int) -> None:
+        if ticket > self._landed:
+            self._landed = ticket
+            self._tickets = {b: t for b, t in self._tickets.items() if t > ticket}
+
+    def ticket_of(self, block: int) -> int:
+        """Of the last copy that may still touch `block`; 0 where none does."""
+        return self._tickets.get(block, 0)
+
+
+def batches(copies: Iterable[BlockCopy]) -> Iterator[tuple[BlockCopy, ...]]:
+    """The same copies in parts that go one way and name no block and no slot twice: within a part
+    the order does not matter.
+    """
+    part: list[BlockCopy] = []
+    blocks: set[int] = set()
+    slots: set[int] = set()
+    for copy in copies:
+        fits = not part or part[0].to_host == copy.to_host
+        if not fits or copy.block in blocks or copy.slot in slots:
+            yield tuple(part)
+            part, blocks, slots = [], set(), set()
+        part.append(copy)
+        blocks.add(copy.block)
+        slots.add(copy.slot)
+    if part:
+        yield tuple(part)
