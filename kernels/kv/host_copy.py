@@ -6,6 +6,7 @@ what the kernel is tested against. Knows addresses and bytes; knows no stream an
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
@@ -57,9 +58,9 @@ def copy_blocks(
     """
     count, n_arrays = moves.shape[0], arrays.shape[0]
     grid = (min(thread_blocks, count * n_arrays), 1, 1)
-    _kernel().launch(
-        grid, (THREADS, 1, 1), moves, arrays, offsets, host, count, n_arrays, int(to_host)
-    )
+    # By address: a launch takes no tensor that torch calls the CPU's.
+    lists = [struct.pack("P", tensor.data_ptr()) for tensor in (moves, arrays, offsets, host)]
+    _kernel().launch(grid, (THREADS, 1, 1), *lists, count, n_arrays, int(to_host))
 
 
 def copy_blocks_plainly(
