@@ -201,8 +201,9 @@ __device__ __forceinline__ int where_passed(const float* row, int first, int las
     const int from = min(first + int(threadIdx.x) * each, last), to = min(from + each, last);
     unsigned mine = 0, all;
     for (int i = from; i < to; ++i) mine += row[i] >= cutoff ? weight_of(row[i]) : 0u;
-    unsigned before = sum_before(mine, all);
+    // Before the barriers of the sum, whose wide loads of shared memory take this word along.
     if (threadIdx.x == 0) found = last;
+    unsigned before = sum_before(mine, all);
     __syncthreads();
     if (before <= target && before + mine > target) {
         for (int i = from; i < to; ++i) {
