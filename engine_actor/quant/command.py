@@ -16,13 +16,16 @@ import torch
 
 from engine_actor import ops
 from engine_actor.load.checkpoint import Checkpoint, open_checkpoint
+from engine_actor.load.names import LinearSlot, slots
 from engine_actor.load.refusal import refusal
 from engine_actor.load.source import resolve
+from engine_actor.model.config import ModelConfig
 from engine_actor.model.memory import free_bytes
 from engine_actor.quant.auto import auto_recipe, layer_budget, sensitivities
 from engine_actor.quant.convert import Job, convert
 from engine_actor.quant.evaluate import run_checkpoint, score
-from engine_actor.quant.plan import FOUR_BITS, make_plan, read_size, require_fit
+from engine_actor.quant.journal import SUFFIX
+from engine_actor.quant.plan import FOUR_BITS, Plan, make_plan, read_size, require_fit
 from engine_actor.quant.progress import TimedProgress
 from engine_actor.quant.recipe import EMBEDDING, GROUP, Recipe, fixed_recipe
 from engine_actor.quant.report import score_lines
@@ -37,10 +40,15 @@ from engine_actor.quant.texts import (
     token_rows,
 )
 from engine_actor.quant.tune import Tuning
-from engine_actor.quant.tune_choice import BATCH, choose_tuning, default_steps
+from engine_actor.quant.tune_choice import BATCH, choose_tuning, default_steps, state_bytes
+from engine_actor.work.memory_errors import is_out_of_memory
 
 Say = Callable[[str], None]
 TABLES = {8: EMBEDDING, 4: FOUR_BITS}
+NO_MEMORY = (
+    "out of memory; finished layers are kept: free some and go on with --resume, or delete them "
+    "and begin again with --device cpu or --tune-steps 0"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +91,15 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
     tuning, note = _tuning(options, checkpoint, device)
     if note:
         say(note)
-    _require_room(options.target, plan.weights)
+    _require_layout(checkpoint.config, recipe)
+    _require_room(options.target, _disk_bytes(checkpoint.config, plan, tuning))
     job = Job(checkpoint, options.source, recipe, calibration, evaluation, device, tuning=tuning)
-    report = convert(job, options.target, progress, options.resume)
+    try:
+        report = convert(job, options.target, progress, options.resume)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise refusal(f"--device {device.type}", NO_MEMORY) from None
     say(f"{options.target} is ready:")
     for line in report.lines():
         say(line)
@@ -211,10 +225,34 @@ def _require_free(target: Path) -> None:
         raise refusal(str(target), "is there already; nothing is overwritten")
 
 
+def _require_layout(config: ModelConfig, recipe: Recipe) -> None:
+    """Groups that no kernel of a GPU takes are refused here, not when the folder is served."""
+    for slot in slots(config):
+        if not isinstance(slot, LinearSlot) or slot.name in ("embed", "head"):
+            continue
+        _, index, short = slot.name.split(".")
+        grid = recipe.grid(int(index), short)
+        why = ops.refuse_strips(grid.bits, grid.group, slot.in_features)
+        if why is not None:
+            raise refusal(f"--group {grid.group}", f"no GPU kernel for {slot.name}: {why}")
+
+
+def _disk_bytes(config: ModelConfig, plan: Plan, tuning: Tuning | None) -> int:
+    """Layers are kept beside the target until it is whole, and so are tuned ones; the state of a
+    tuning is there twice while it is replaced.
+    """
+    if tuning is None:
+        return 2 * plan.weights
+    return 3 * plan.weights + 2 * state_bytes(config, tuning)
+
+
 def _require_room(target: Path, nbytes: int) -> None:
-    """Layers are kept beside the target until it is whole, so twice the weights must have room."""
+    """What an earlier run has left there counts as room: it is gone on with or replaced."""
     parent = next(folder for folder in target.absolute().parents if folder.exists())
+    kept = target.with_name(target.name + SUFFIX)
     free = shutil.disk_usage(parent).free
-    if free < 2 * nbytes:
-        need = math.ceil(2 * nbytes / 2**20)
+    if kept.is_dir():
+        free += sum(path.stat().st_size for path in kept.iterdir() if path.is_file())
+    if free < nbytes:
+        need = math.ceil(nbytes / 2**20)
         raise refusal(str(parent), f"{need} MiB of disk are needed, {free >> 20} MiB are free")

@@ -21,9 +21,10 @@ from engine_actor.ops import PackedLinear
 from engine_actor.quant.companions import source_config, write_companions
 from engine_actor.quant.evaluate import Finished, Score, embed, run_checkpoint, score
 from engine_actor.quant.forward import LayerForward
-from engine_actor.quant.journal import Journal
+from engine_actor.quant.journal import Journal, at_work
 from engine_actor.quant.layer_pass import LayerPass
 from engine_actor.quant.plan import make_plan
+from engine_actor.quant.program import program
 from engine_actor.quant.recipe import Recipe
 from engine_actor.quant.report import FILE, Report, Scores
 from engine_actor.quant.rounding import round_table
@@ -56,13 +57,20 @@ def convert(job: Job, target: Path, progress: Progress, resume: bool = False) ->
     """Write `target`, whole or not at all. Raises CheckpointError with one line.
 
     A killed run leaves `target` as it was and its finished layers beside it; with `resume` the same
-    job goes on there and gives the same bytes as an undisturbed one.
+    job goes on there and gives the same bytes as an undisturbed one. Two at once are refused.
     """
-    journal = Journal(target, _settings(job), resume)
-    run = _Run(job, journal)
-    run.round_layers(progress)
-    run.tune(progress)
-    report = run.report(run.scores(progress))
+    with at_work(target):
+        journal = Journal(target, _settings(job), resume)
+        run = _Run(job, journal)
+        run.round_layers(progress)
+        run.tune(progress)
+        report = run.report(run.scores(progress))
+        _write(job, run, report, target)
+    journal.remove()
+    return report
+
+
+def _write(job: Job, run: _Run, report: Report, target: Path) -> None:
     with atomic_folder(target) as folder:
         source = {
             "name": job.name,
@@ -74,8 +82,6 @@ def convert(job: Job, target: Path, progress: Progress, resume: bool = False) ->
         write_packed(folder, source_config(job.source), run.weights(), source)
         write_json(folder / FILE, report.document())
         write_companions(job.source, folder)
-    journal.remove()
-    return report
 
 
 def _settings(job: Job) -> dict[str, Any]:
@@ -86,6 +92,7 @@ def _settings(job: Job) -> dict[str, Any]:
         "calibration text": job.calibration.described(),
         "evaluation text": None if job.evaluation is None else job.evaluation.described(),
         "tuning": None if job.tuning is None else job.tuning.described(),
+        "program": program(),
         "device": job.device.type,
         "number of threads": torch.get_num_threads() if job.device.type == "cpu" else 0,
     }

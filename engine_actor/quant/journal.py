@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,25 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from engine_actor.load.lock import exclusive
 from engine_actor.load.refusal import read_json_object, refusal
 
 SUFFIX = ".unfinished"
 JOURNAL = "journal.json"
+LOCK = "lock"
+
+
+@contextmanager
+def at_work(target: Path) -> Iterator[None]:
+    """Hold the work folder of `target`. Raises CheckpointError where another process has it."""
+    folder = target.with_name(target.name + SUFFIX)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def busy() -> None:
+        raise refusal(folder, "another process is at work here")
+
+    with exclusive(folder / LOCK, busy):
+        yield
 
 
 class Journal:
@@ -47,7 +63,8 @@ class Journal:
         found = read_json_object(self.folder / JOURNAL)
         if found.get("settings") != self._settings:
             changed = _first_difference(found.get("settings"), self._settings)
-            raise refusal(self.folder, f"the unfinished run had another {changed}")
+            why = f"the unfinished run had another {changed}; give what it had or delete the folder"
+            raise refusal(self.folder, why)
         self._layers = list(found.get("layers") or [])
         self._tuned = found.get("tuned")
 
@@ -141,5 +158,21 @@ def _first_difference(old: Any, new: Mapping[str, Any]) -> str:
         return "version"
     for key, value in new.items():
         if old.get(key) != value:
-            return key
+            return f"{key} ({_detail(old.get(key), value)})"
     return "set of options"
+
+
+def _detail(old: Any, new: Any) -> str:
+    """`codes: True, now False`: the first plain values that differ."""
+    before, after = _flat(old), _flat(new)
+    names = [*after, *before]
+    name = next(name for name in names if before.get(name) != after.get(name))
+    return f"{name}{before.get(name)}, now {after.get(name)}"
+
+
+def _flat(value: Any, at: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {f"{at}: " if at else "": value}
+    return {
+        k: v for key, inner in value.items() for k, v in _flat(inner, f"{at} {key}".strip()).items()
+    }

@@ -29,6 +29,8 @@ HELD_SHARE = 10
 """One row in so many is held out, at least one."""
 WARM_SHARE = 0.05
 SAVE_SECONDS = 120.0
+SAVE_SHARE = 20
+"""A state of many GB is saved more rarely: so many times as long as it took lies between two."""
 STATE = "tuning.safetensors"
 EPSILON = 1e-12
 """Gradients of a mean KL are tiny: Adam's usual 1e-8 would drown them."""
@@ -112,13 +114,15 @@ def tune(
     run = _Run(model, target, tuning, folder, capture)
     with tensor_cores():
         before = run.held_out()
-        saved = clock()
+        saved, pause = clock(), SAVE_SECONDS
         for step in range(run.restore(), tuning.steps):
             progress("tune", step, tuning.steps)
             run.step(step)
-            if clock() - saved >= SAVE_SECONDS:
+            if clock() - saved >= pause:
+                began = clock()
                 run.save(step + 1)
                 saved = clock()
+                pause = max(SAVE_SECONDS, SAVE_SHARE * (saved - began))
         progress("tune", tuning.steps, tuning.steps)
         return Tuned(before, run.held_out())
 

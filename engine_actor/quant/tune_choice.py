@@ -49,6 +49,12 @@ def choose_tuning(
     raise refusal(f"--tune-steps {wanted.steps}", f"{need}; 0 converts without")
 
 
+def state_bytes(config: ModelConfig, tuning: Tuning) -> int:
+    """A bound on an unfinished tuning on disk: three fp32 numbers for each one that is trained."""
+    weights = layer_weights(config)
+    return 12 * weights if tuning.codes else weights
+
+
 def needed_bytes(config: ModelConfig, tuning: Tuning) -> int:
     """A bound on what tuning holds on its device.
 

@@ -99,6 +99,7 @@ MISTAKES = [
     (("--recipe", "auto", "--group", "64"), "chooses groups itself"),
     (("--recipe", "auto", "--fit", "90KiB"), "the smallest recipe"),
     (("--calibration", "/nowhere/text"), "/nowhere/text: cannot be read"),
+    (("--group", "48"), "--group 48: no GPU kernel for layers.0.qkv: group 48 is none of (32, 64,"),
 ]
 
 
@@ -132,6 +133,31 @@ def test_a_source_with_another_tokenizer_gives_no_divergence(source, capsys):
     text = source.parent / "text.txt"
     assert run("eval", source, "--source", other, "--text", text) == 1
     assert "has another tokenizer or vocabulary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("on a card"), MemoryError()])
+def test_out_of_memory_is_one_line_that_says_what_to_do(source, capsys, monkeypatch, error):
+    from engine_actor.quant import command
+
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(command, "convert", full)
+    assert convert(source, "out") == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: --device cpu: out of memory; finished layers are kept")
+    assert "--resume" in said
+
+
+def test_a_disk_without_room_for_the_state_of_a_tuning_is_refused(source, capsys, monkeypatch):
+    from engine_actor.quant import command
+
+    weights = make_plan(open_checkpoint(source).config, fixed_recipe("w4")).weights
+    free = type("Usage", (), {"free": 4 * weights})
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: free)
+    assert convert(source, "out", "--tune-steps", "1") == 1
+    assert "of disk are needed" in capsys.readouterr().err
+    assert convert(source, "out", "--tune-steps", "0") == 0
 
 
 def test_ctrl_c_says_how_to_go_on(source, capsys, monkeypatch):

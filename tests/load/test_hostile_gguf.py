@@ -103,8 +103,9 @@ CASES = [
     (
         _file([], [_tensor(b"w", [256], 10)], data=256),
         "w: GGUF tensor type Q2_K cannot be read (supported: F32, F16, BF16, Q4_0, Q4_1, "
-        "Q5_0, Q5_1, Q8_0, Q3_K, Q4_K, Q5_K, Q6_K)",
+        "Q5_0, Q5_1, Q8_0, Q3_K, Q4_K, Q5_K, Q6_K); take another file of the model, a Q4_K_M say",
     ),
+    (_file([], [_tensor(b"w", [256], 17)], data=256), "w: GGUF tensor type IQ2_XS cannot be read"),
     (_file([], [_tensor(b"w", [256], 99)], data=256), "w: GGUF tensor type type 99 cannot be read"),
     (_file([], [_tensor(b"w", [33], 3)], data=256), "w: row of 33 values is not whole Q4_1 blocks"),
     (

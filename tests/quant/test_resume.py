@@ -12,7 +12,9 @@ import pytest
 from engine_actor.errors import CheckpointError
 from engine_actor.load.progress import silent
 from engine_actor.load.tiny import write_tiny
+from engine_actor.quant import convert as converter
 from engine_actor.quant.convert import convert
+from engine_actor.quant.journal import at_work
 from engine_actor.quant.recipe import fixed_recipe
 from tests.quant.conftest import token_rows
 
@@ -82,7 +84,7 @@ def test_an_unfinished_run_is_not_taken_for_a_new_one(make_job, tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"recipe": fixed_recipe("w3", 32)}, "recipe"),
+        ({"recipe": fixed_recipe("w3", 32)}, r"recipe \(name: w4, now w3\)"),
         ({"calibration": token_rows(6, 64, 9)}, "calibration text"),
         ({"evaluation": None}, "evaluation text"),
     ],
@@ -93,6 +95,23 @@ def test_another_job_cannot_go_on_where_this_one_stopped(make_job, tmp_path, cha
         convert(job, tmp_path / "out", stop_before(1))
     with pytest.raises(CheckpointError, match=f"the unfinished run had another {named}"):
         convert(dataclasses.replace(job, **change), tmp_path / "out", silent, resume=True)
+
+
+def test_another_program_cannot_go_on_with_it(make_job, tmp_path, monkeypatch):
+    job = make_job("llama")
+    with pytest.raises(Stopped):
+        convert(job, tmp_path / "out", stop_before(1))
+    monkeypatch.setattr(converter, "program", lambda: "of tomorrow")
+    with pytest.raises(CheckpointError, match=r"had another program .*, now of tomorrow"):
+        convert(job, tmp_path / "out", silent, resume=True)
+
+
+def test_two_at_once_do_not_meet_in_one_folder(make_job, tmp_path):
+    job = make_job("llama")
+    with at_work(tmp_path / "out"), pytest.raises(CheckpointError, match="another process is at"):
+        convert(job, tmp_path / "out", silent, resume=True)
+    convert(job, tmp_path / "out", silent, resume=True)
+    assert (tmp_path / "out/config.json").is_file()
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "empty journal"])

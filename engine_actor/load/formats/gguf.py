@@ -192,7 +192,8 @@ class _Header:
         type_name = _TYPE_NAMES.get(kind, f"type {kind}")
         if type_name not in BLOCKS:
             known = ", ".join(BLOCKS)
-            raise refusal(name, f"GGUF tensor type {type_name} cannot be read (supported: {known})")
+            why = f"GGUF tensor type {type_name} cannot be read (supported: {known})"
+            raise refusal(name, f"{why}; take another file of the model, a Q4_K_M say")
         values, block_bytes = BLOCKS[type_name]
         if shape[-1] % values:
             raise refusal(name, f"row of {shape[-1]} values is not whole {type_name} blocks")
