@@ -37,7 +37,13 @@ from engine_actor.model.memory import (
 )
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.sampler import Sampler
-from engine_actor.planning import plan_here, render, wants_small_workspaces, with_chunk
+from engine_actor.planning import (
+    plan_here,
+    render,
+    wants_prefill_graphs,
+    wants_small_workspaces,
+    with_chunk,
+)
 from engine_actor.service import EngineService
 from engine_actor.threads import engine_threads, physical_cores
 from engine_actor.warm_up import warm_up
@@ -85,6 +91,8 @@ def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0")
         config = with_chunk(config, plan.settings.chunk_tokens)
     runner = _load_runner(checkpoint, config, device)
     runner.prepare_decode(config.max_num_seqs, max_model_len, config.cuda_graphs)
+    if plan is not None and wants_prefill_graphs(config, plan.allowance):
+        runner.prepare_prefill(config.chunk_tokens, max_model_len)
     facts = _facts(args, checkpoint, runner, max_model_len, name, plan)
     sampler = Sampler(runner.vocab_size)
     engine = Engine(config, facts, runner, sampler)

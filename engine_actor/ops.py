@@ -30,6 +30,7 @@ from kernels.attention.decode_heads import (  # noqa: E402
 from kernels.attention.exact import attention_exact  # noqa: E402
 from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
+from kernels.attention.static_prompts import static_prompts_cuda  # noqa: E402
 from kernels.elementwise.cuda import CudaRows, leave_norm  # noqa: E402
 from kernels.elementwise.embedding import gather_rows_cuda  # noqa: E402
 from kernels.elementwise.exact import ExactRows  # noqa: E402
@@ -51,8 +52,9 @@ from kernels.kv.host_copy import (  # noqa: E402
 )
 from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.kv.stage import StagedRows, stage_decode  # noqa: E402
+from kernels.kv.stage_prompts import StagedPrompts, stage_prompts  # noqa: E402
 from kernels.linear.carry import Carry, refuse_carry  # noqa: E402
-from kernels.linear.gemm_plan import limit_multiprocessors  # noqa: E402
+from kernels.linear.gemm_plan import is_card_limited, limit_multiprocessors  # noqa: E402
 from kernels.linear.op import (  # noqa: E402
     CPU_HALF,
     DENSE,
@@ -147,6 +149,7 @@ __all__ = [
     "RowPacker",
     "RowOps",
     "Sent",
+    "StagedPrompts",
     "StagedRows",
     "StoreFn",
     "StripFew",
@@ -169,6 +172,7 @@ __all__ = [
     "gather_rows",
     "gather_rows_cuda",
     "gptq_columns",
+    "is_card_limited",
     "leave_norm",
     "limit_multiprocessors",
     "load_decode_heads",
@@ -193,6 +197,7 @@ __all__ = [
     "slot_offsets",
     "split_card",
     "stage_decode",
+    "stage_prompts",
     "strip_bytes",
     "tune_this_card",
     "why_no_jit",
@@ -204,7 +209,7 @@ LayerCache = Any
 """One layer's KV cache: a tensor, or Int8KV for ops that were chosen for one."""
 AttentionFn = Callable[[torch.Tensor, LayerCache, AttentionPlan], torch.Tensor]
 PlanFn = Callable[..., AttentionPlan]
-"""As plan_attention."""
+"""As plan_attention; static_prompts: as static_prompts_cuda."""
 StaticPlanFn = Callable[[torch.Tensor, torch.Tensor, int, int, int | None], AttentionPlan]
 """As static_plan_cuda."""
 PrepareStoreFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadLayout], StoreFn]
@@ -228,8 +233,7 @@ class LayerShape:
 
     def key(self, op: str) -> OpKey:
         """The question to a backend of `op`."""
-        name = str(self.dtype).removeprefix("torch.")
-        kind = self.device.type
+        kind, name = self.device.type, str(self.dtype).removeprefix("torch.")
         return OpKey(op, kind, name, n=self.block_tokens, k=self.head_dim, bits=self.bits)
 
 
@@ -237,8 +241,9 @@ class LayerShape:
 class OpSet:
     """The ops of one numerics mode besides the linears. prepare_store: rotation and KV write in one
     kernel, None where they are two steps (rows.rotation, write_kv). static_plan: for decodes whose
-    lengths change under a captured graph, None where each step needs a plan of its own.
-    prepare_heads: for such a plan, storing and attending in one kernel.
+    lengths change under a captured graph, None where each step needs a plan of its own;
+    static_prompts: the same for prompts. prepare_heads: for such a decode, storing and attending in
+    one kernel.
     """
 
     rows: RowOps
@@ -247,6 +252,7 @@ class OpSet:
     prepare_store: PrepareStoreFn | None = None
     static_plan: StaticPlanFn | None = None
     prepare_heads: PrepareHeadsFn | None = None
+    static_prompts: PlanFn | None = None
 
 
 FUSED_DECODE = True
@@ -266,20 +272,16 @@ def op_set(exact: bool, shape: LayerShape | None = None) -> OpSet:
         return anywhere
     rows = CudaRows(narrow=shape.dtype) if shape.wide else CUDA_ROWS
     heads = _prepare_heads if FUSED_DECODE else None
-    return OpSet(rows, CUDA_ATTENTION, plan_attention_cuda, _prepare_store, static_plan_cuda, heads)
+    static = static_plan_cuda, heads, static_prompts_cuda
+    return OpSet(rows, CUDA_ATTENTION, plan_attention_cuda, _prepare_store, *static)
 
 
 def explain_layer(shape: LayerShape) -> tuple[Verdict, ...]:
     """Why a layer may not use its CUDA kernels: the compiler's reason, then each part's."""
     missing = why_no_jit() if shape.device.type == "cuda" else None
+    backends = ("attention", CUDA_ATTENTION), ("store", CUDA_STORE), ("rows", CUDA_ROWS)
     parts = tuple(
-        verdict
-        for op, backend in (
-            ("attention", CUDA_ATTENTION),
-            ("store", CUDA_STORE),
-            ("rows", CUDA_ROWS),
-        )
-        for verdict in explain((backend,), shape.key(op))
+        verdict for op, backend in backends for verdict in explain((backend,), shape.key(op))
     )
     return (Verdict("cuda.jit", missing), *parts)
 

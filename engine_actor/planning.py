@@ -43,6 +43,10 @@ from engine_actor.model.step_bytes import StepShape, step_parts
 SMALL_CARD_BYTES = 12 << 30
 CHUNKS = {8192: 20 << 30, 2048: 10 << 30, CHUNK_TOKENS: 0}
 """Prompt tokens of a step where nobody says, and the memory for the engine from which on."""
+PREFILL_GRAPHS_FROM = 20 << 30
+"""Memory for the engine from which on small chunks get graphs where nobody says: a card that has
+less of it is slower as well, and its host keeps up with it.
+"""
 LEAST_SM = 80
 """Of the kernels that read strips at any number of rows."""
 STREAMS_OF_A_PAIR = 3
@@ -87,12 +91,20 @@ def with_chunk(config: EngineConfig, tokens: int) -> EngineConfig:
     return config.model_copy(update=chosen)
 
 
+def wants_prefill_graphs(config: EngineConfig, allowed: int) -> bool:
+    """Whether small chunks are captured on a card with so many bytes for the engine."""
+    if config.prefill_graphs is None:
+        return config.cuda_graphs and allowed >= PREFILL_GRAPHS_FROM
+    return config.prefill_graphs
+
+
 def _plan(
     args: AppArgs, checkpoint: Checkpoint, card: Card, sm: int, held: int, chunk_tokens: int
 ) -> CardPlan:
     config, model = args.engine, checkpoint.config
     limit = None if config.memory_limit_mb is None else config.memory_limit_mb * MIB
     reserve = config.reserve_memory_mb * MIB
+    allowed = allowance(card, limit, reserve)
     device = torch.device("cuda")
     dtype = compute_dtype(model, device, config.numerics)
     kv_dtype = resolve_kv_dtype(model, device, config.numerics, config.kv.dtype)
@@ -111,7 +123,8 @@ def _plan(
         partial_prefills=config.max_partial_prefills,
         block_tokens=config.kv.block_tokens,
         graphs=config.cuda_graphs,
-        small_workspaces=wants_small_workspaces(allowance(card, limit, reserve)),
+        prefill_graphs=wants_prefill_graphs(config, allowed),
+        small_workspaces=wants_small_workspaces(allowed),
         in_strips=packed,
         gated=packed and has_gated(checkpoint.entries) and dtype == torch.float16,
     )

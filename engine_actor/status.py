@@ -27,6 +27,7 @@ def engine_status(engine: Engine, epoch: int, heartbeat: Heartbeat, clients: int
         "async_steps_effective": engine.depth > 0,
         "async_steps_reason": async_reason(engine),
         "cuda_graphs": asdict(engine.runner.graph_counts),
+        "prefill_graphs": asdict(engine.runner.prefill_graph_counts),
         "prefill_steps_total": int(metrics.value("prefill_steps_total")),
         "model": _model(engine),
         "memory": _memory(engine),

@@ -44,6 +44,7 @@ def warm_up(runner: ModelRunner, config: EngineConfig, sampler: Sampler) -> None
         logits = runner.logits(hidden, inputs.logit_rows)
         sampler.sample(logits[:1], _rows(1))
     runner.warm_decode()
+    runner.warm_prefill()
     if runner.device.type == "cuda":
         rows = max(len(SAMPLED), config.max_num_seqs)
         sampler.sample(torch.zeros(rows, runner.vocab_size, device=runner.device), _rows(rows))

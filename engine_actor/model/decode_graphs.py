@@ -1,26 +1,24 @@
 """Decode steps in buckets of fixed shape, replayed from CUDA graphs where one could be captured.
 
 A batch is staged into the fixed tensors of its bucket and padded; then its graph runs, or the same
-launches one by one: bit for bit the same. A graph is captured when its bucket is first used, and
-dropped when the KV cache has moved. Knows tensors and buckets; knows no layer and no request.
+launches one by one: bit for bit the same (bucket_graphs.py). Knows tensors and buckets; knows no
+layer and no request.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from engine_actor import ops
+from engine_actor.model.bucket_graphs import BucketGraphs, Capture
 from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
 from engine_actor.model.layers.rope import Rotary
 from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.inputs import BatchInputs
 
-LOGGER = logging.getLogger(__name__)
 MIB = 1 << 20
 GRAPH_BYTES = 640 * 1024
 """For one graph: the partial sums of its attention, which outlive the step. What the driver takes
@@ -29,14 +27,6 @@ for its nodes, about as much, is not torch's (card_plan.LATER_BYTES).
 
 Forward = Callable[[ops.StagedRows, ops.AttentionPlan, torch.Tensor], None]
 """The forward pass of staged rows under a plan; the logits go to the third, f32[rows, vocab]."""
-
-
-class Capture(Protocol):
-    """As graph_capture.CudaCapture."""
-
-    nbytes: int
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +61,10 @@ class DecodeGraphs:
         reason: str | None = None,
     ) -> None:
         self.buckets = buckets
-        self.counts = GraphCounts(reason)
+        self._graphs: BucketGraphs[Bucket] = BucketGraphs(addresses, capture, reason)
         self._forward = forward
         self._plan = plan
         self._rotary = rotary
-        self._addresses = addresses
-        self._capture = capture
         self._block_tokens = block_tokens
         most_rows, longest = buckets.rows[-1], buckets.contexts[-1]
         # Before any capture: the tables' addresses are the graphs', so they must never grow.
@@ -84,9 +72,11 @@ class DecodeGraphs:
         self._rows = ops.StagedRows.empty(most_rows, -(-longest // block_tokens), head_dim, device)
         self._logits = torch.empty(most_rows, vocab_size, dtype=torch.float32, device=device)
         self._steps: dict[Bucket, _Step] = {}
-        self._graphs: dict[Bucket, Callable[[], None]] = {}
-        self._refused: set[Bucket] = set()
-        self._captured_at: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> GraphCounts:
+        """Of all steps so far."""
+        return self._graphs.counts
 
     def logits(self, inputs: BatchInputs) -> torch.Tensor | None:
         """f32[B, vocab] of a decode batch; None where it fits no bucket, and nothing has run."""
@@ -104,61 +94,21 @@ class DecodeGraphs:
             inputs.block_tables,
             self._rotary.tables,
         )
-        self._run(bucket, step)
+        self._graphs.run(bucket, step.run)
         return step.logits[:count]
 
     def warm_up(self, bucket: Bucket) -> bool:
         """Compile, load and capture what a bucket needs, over padding: no KV is written. False
-        where memory is out: a batch of that size may meet that too, but nothing at start needs it.
+        where memory is out.
         """
-        try:
-            step = self._step(bucket)
-            step.rows.lengths.zero_()
-            step.rows.slots.fill_(-1)
-            self._run(bucket, step)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            LOGGER.warning("no memory to warm up %s: %s", bucket, error)
-            return False
-        return True
+        step = self._step(bucket)
+        step.rows.lengths.zero_()
+        step.rows.slots.fill_(-1)
+        return self._graphs.warm_up(bucket, step.run)
 
     def cache_moved(self) -> None:
-        """To be called after whatever may have moved the KV cache: drops graphs that hold addresses
-        which are no longer its own.
-        """
-        if self._graphs and self._addresses() != self._captured_at:
-            self.counts.dropped += len(self._graphs)
-            self._graphs.clear()
-        self.counts.graphs = len(self._graphs)
-        self._refused.clear()
-
-    def _run(self, bucket: Bucket, step: _Step) -> None:
-        replay = self._graphs.get(bucket)
-        if replay is not None:
-            replay()
-            self.counts.replays += 1
-            return
-        # The first run loads every kernel and takes the scratch that outlives the step: neither may
-        # happen in a capture. Its logits are this step's.
-        step.run()
-        self.counts.eager += 1
-        if self._capture is not None and bucket not in self._refused:
-            self._record(bucket, step, self._capture)
-
-    def _record(self, bucket: Bucket, step: _Step, capture: Capture) -> None:
-        here = self._addresses()
-        try:
-            replay = capture(step.run)
-        except Exception as error:
-            # Nobody's request is to blame: the step has run. A device that is lost says so at the
-            # next call.
-            self._refused.add(bucket)
-            self.counts.failures += 1
-            LOGGER.warning("no CUDA graph for %s, its steps run without: %s", bucket, error)
-            return
-        self._graphs[bucket] = replay
-        self._captured_at = here
-        self.counts.graphs = len(self._graphs)
-        self.counts.nbytes = capture.nbytes
+        """To be called after whatever may have moved the KV cache."""
+        self._graphs.cache_moved()
 
     def _step(self, bucket: Bucket) -> _Step:
         if bucket not in self._steps:

@@ -22,6 +22,9 @@ from engine_actor.model.layers.attention import StepTensors, WantedRows
 from engine_actor.model.layers.embed import Embedding
 from engine_actor.model.layers.rope import Rotary
 from engine_actor.model.native_layers import NativeForward
+from engine_actor.model.prefill_buckets import PrefillBuckets
+from engine_actor.model.prefill_graphs import PrefillGraphs
+from engine_actor.model.prompt_forward import PromptForward
 from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.inputs import BatchInputs
 
@@ -61,6 +64,7 @@ class ModelRunner:
         self.layer_kernels = f"op by op ({native})" if isinstance(native, str) else str(native)
         self._plans: list[tuple[BatchInputs, StepTensors]] = []
         self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
 
     @torch.inference_mode()
     def embed(self, inputs: BatchInputs) -> torch.Tensor:
@@ -108,6 +112,17 @@ class ModelRunner:
         return None if read is None else self.logits(hidden, rows)
 
     @torch.inference_mode()
+    def prefill_logits(self, inputs: BatchInputs) -> torch.Tensor | None:
+        """See Runner. After prepare_prefill() the next call may overwrite the logits."""
+        graphs = self._prefill_graphs
+        # A graph takes the card that it was captured for, so none where that is shared out now.
+        if graphs is not None and not ops.is_card_limited():
+            bucket = graphs.bucket_of(inputs)
+            if bucket is not None:
+                return graphs.logits(bucket, inputs)
+        return self.last_logits(self.embed(inputs), inputs, 0)
+
+    @torch.inference_mode()
     def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
         """fp32 logits [B, vocab_size] of a decode batch, one row a sequence. After prepare_decode()
         the next call overwrites them.
@@ -125,6 +140,47 @@ class ModelRunner:
         if self._graphs is not None:
             return self._graphs.counts
         return GraphCounts(self._why_no_buckets() or "not asked for")
+
+    @property
+    def prefill_graph_counts(self) -> GraphCounts:
+        """Of the forwards of prompts since prepare_prefill()."""
+        if self._prefill_graphs is not None:
+            return self._prefill_graphs.counts
+        return GraphCounts(self._why_no_buckets() or "switched off (prefill_graphs)")
+
+    @torch.inference_mode()
+    def prepare_prefill(self, max_rows: int, max_context: int) -> None:
+        """Run small batches of prompts in buckets of fixed shape, as CUDA graphs. Does nothing
+        where the model's ops make a plan for every forward.
+        """
+        if self._why_no_buckets() is not None:
+            return
+        forward = PromptForward(
+            self._embedding,
+            self._decoder,
+            self._head,
+            self.op_set,
+            self.kv,
+            self._layout,
+            self.config.sliding_window,
+        )
+        self._prefill_graphs = PrefillGraphs(
+            PrefillBuckets.up_to(max_rows, max_context, ops.StagedPrompts.SEQUENCES),
+            forward.of,
+            self._rotary,
+            self.kv.addresses,
+            CudaCapture(self.device),
+            vocab_size=self.vocab_size,
+            head_dim=self.config.head_dim,
+            block_tokens=self.kv.block_tokens,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def warm_prefill(self) -> None:
+        """Compile, load and capture each number of rows at the fewest keys."""
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.warm_up()
 
     @torch.inference_mode()
     def prepare_decode(self, max_rows: int, max_context: int, graphs: bool) -> None:
@@ -200,8 +256,9 @@ class ModelRunner:
         finally:
             # A change that failed half way may have moved layers too.
             self._plans.clear()
-            if self._graphs is not None:
-                self._graphs.cache_moved()
+            for graphs in (self._graphs, self._prefill_graphs):
+                if graphs is not None:
+                    graphs.cache_moved()
 
     def host_blocks(self, n_slots: int) -> HostBlocks:
         """Memory of the host for n_slots blocks of the KV cache."""
@@ -227,7 +284,7 @@ class ModelRunner:
             store = self.op_set.prepare_store(cos, sin, inputs.slots, self._layout)
             return StepTensors(None, None, attend, store)
         rotate = self.op_set.rows.rotation(cos, sin, self._layout)
-        return StepTensors(rotate, ops.plan_write(inputs.slots, _host_slots(inputs)), attend)
+        return StepTensors(rotate, ops.plan_write(inputs.slots, inputs.host_slots()), attend)
 
     def _attend(
         self, inputs: BatchInputs, sequences: Sequence[int], q_lens: Sequence[int] | None = None
@@ -241,14 +298,3 @@ class ModelRunner:
             self.device,
             self.config.sliding_window,
         )
-
-
-def _host_slots(inputs: BatchInputs) -> list[int]:
-    """inputs.slots from its host copies, so that a GPU is not made to wait."""
-    slots = []
-    size = inputs.block_tokens
-    for q_len, kv_len, blocks in zip(
-        inputs.q_lens, inputs.kv_lens, inputs.block_lists, strict=True
-    ):
-        slots += [blocks[p // size] * size + p % size for p in range(kv_len - q_len, kv_len)]
-    return slots

@@ -76,6 +76,13 @@ class Runner(Protocol):
         """
         ...
 
+    def prefill_logits(self, inputs: BatchInputs) -> torch.Tensor | None:
+        """The whole forward of a batch of prompts: as embed() and last_logits().
+
+        On a GPU the next call may write its logits over these, as with decode_logits().
+        """
+        ...
+
     def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
         """The whole forward of a decode batch: fp32 logits [B, vocab_size], a row a sequence.
 
@@ -87,6 +94,11 @@ class Runner(Protocol):
     @property
     def graph_counts(self) -> GraphCounts:
         """Of the decode steps so far."""
+        ...
+
+    @property
+    def prefill_graph_counts(self) -> GraphCounts:
+        """Of the batches of prompts so far."""
         ...
 
     def warm_thread(self, most_rows: int) -> None:

@@ -8,15 +8,17 @@ slices and are run smaller where they do not fit. Pure arithmetic.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_actor import ops
+from engine_actor.model import prefill_graphs
 from engine_actor.model.card_plan import Part, Settings
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decode_buckets import DecodeBuckets
 from engine_actor.model.decode_graphs import graph_bytes, static_bytes
 from engine_actor.model.device_sampling import sampler_bytes
 from engine_actor.model.ledger import MIB
+from engine_actor.model.prefill_buckets import PrefillBuckets
 
 HOPPER = 90
 MULTIPROCESSORS = {True: 132, False: 84}
@@ -53,8 +55,9 @@ class StepShape:
     """What a step's memory depends on beside the settings. item_bytes: of an activation. sm: of the
     card. streams: that multiply. partial_prefills: prompts in one chunk. head_bits: 0 for dense.
     head_rows: of x, that the head is read packed for.
-    graphs: whether decode steps are captured. in_strips: whether every linear of the layers is read
-    packed at any number of rows. gated: whether gate and up are one linear that gives the product.
+    graphs, prefill_graphs: whether decode steps and small chunks are captured. in_strips: whether
+    every linear of the layers is read packed at any number of rows. gated: whether gate and up are
+    one linear that gives the product.
     """
 
     model: ModelConfig
@@ -70,6 +73,7 @@ class StepShape:
     small_workspaces: bool = False
     in_strips: bool = False
     gated: bool = False
+    prefill_graphs: bool = False
 
 
 def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
@@ -84,12 +88,28 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
         if shape.graphs:
             nbytes = graph_bytes(buckets, row_bytes(shape))
             yield Part("decode graphs", nbytes, f"{len(buckets)} at most, made with use")
+        if shape.prefill_graphs:
+            yield from _prefill_graph_parts(shape, settings)
     yield Part("sampler", sampler_bytes(rows, shape.vocab_size) + SAMPLER_REST)
     yield Part("position tables", table_bytes(shape.model, settings.max_model_len), "", True)
     streams = multiplying(shape)
     if not shape.in_strips or rows > shape.head_rows:
         yield Part("library workspaces", workspace_bytes(shape), f"{streams} streams")
     yield Part("allocator's pages", (streams + 1) * PAGE_BYTES, f"of {streams + 1} streams", True)
+
+
+def _prefill_graph_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
+    sequences = ops.StagedPrompts.SEQUENCES
+    buckets = PrefillBuckets.up_to(settings.chunk_tokens, settings.max_model_len, sequences)
+    fixed = prefill_graphs.static_bytes(
+        buckets, shape.vocab_size, shape.block_tokens, shape.model.head_dim
+    )
+    rows, keys = buckets.rows[-1], buckets.keys[-1]
+    yield Part("prefill buckets", fixed, f"up to {rows} rows", True)
+    largest = replace(settings, chunk_tokens=rows, max_model_len=keys)
+    peak = prompt_bytes(replace(shape, partial_prefills=sequences), largest)
+    nbytes = prefill_graphs.graph_bytes(buckets, peak)
+    yield Part("prefill graphs", nbytes, f"{len(buckets)} at most, made with use")
 
 
 def prompt_bytes(shape: StepShape, settings: Settings) -> int:
@@ -154,8 +174,8 @@ def workspace_bytes(shape: StepShape) -> int:
 
 
 def multiplying(shape: StepShape) -> int:
-    """Streams that products run on; graphs are captured on one of their own."""
-    return shape.streams + shape.graphs
+    """Streams that products run on; graphs of a kind are captured on one of their own."""
+    return shape.streams + shape.graphs + shape.prefill_graphs
 
 
 def row_bytes(shape: StepShape) -> int:

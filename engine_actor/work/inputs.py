@@ -50,6 +50,13 @@ class BatchInputs:
         """T, the rows of the hidden state."""
         return sum(self.q_lens)
 
+    def host_slots(self) -> list[int]:
+        """`slots` from the host's copies, so that a GPU is not made to wait."""
+        size, found = self.block_tokens, []
+        for q_len, kv_len, blocks in zip(self.q_lens, self.kv_lens, self.block_lists, strict=True):
+            found += [blocks[p // size] * size + p % size for p in range(kv_len - q_len, kv_len)]
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Feed:

@@ -134,7 +134,10 @@ class PrefillWork(Work):
     def _forward(self) -> None:
         runner, inputs, layers = self.context.runner, self._prepared_inputs(), self.layers
         if layers is None:
-            self._end(runner.embed(inputs), 0)
+            if self.scores_prompts:
+                self._end(runner.embed(inputs), 0)
+            else:
+                self._keep(runner.prefill_logits(inputs))
             return
         before = self.open_chunk
         hidden = before.hidden if layers.first else runner.embed(inputs)
@@ -156,7 +159,10 @@ class PrefillWork(Work):
             if self.sampled:
                 self.logits = runner.logits(self.hidden, inputs.logit_rows)
             return
-        logits = runner.last_logits(hidden, inputs, first)
+        self._keep(runner.last_logits(hidden, inputs, first))
+
+    def _keep(self, logits: torch.Tensor | None) -> None:
+        """A range's inputs name rows before it is known whether they are sampled."""
         if self.sampled:
             self.logits = logits
 

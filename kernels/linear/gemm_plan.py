@@ -117,6 +117,11 @@ def limit_multiprocessors(count: int | None) -> Iterator[None]:
         _limit = before
 
 
+def is_card_limited() -> bool:
+    """Whether limit_multiprocessors() is open now."""
+    return _limit is not None
+
+
 def share_of_card(multiprocessors: int) -> int:
     """How many of a card's multiprocessors a product may take now."""
     return multiprocessors if _limit is None else max(1, min(_limit, multiprocessors))

@@ -66,6 +66,7 @@ class HashRunner:
         self.before_logits: Callable[[int], None] = lambda rows: None
         self.launches = 0
         self.graph_counts = GraphCounts("not on a GPU")
+        self.prefill_graph_counts = GraphCounts("not on a GPU")
         self.max_blocks: int | None = None
         self._ids = np.full((n_layers, 0), _EMPTY)
         self._positions = np.full((n_layers, 0), _EMPTY)
@@ -103,6 +104,9 @@ class HashRunner:
     ) -> torch.Tensor | None:
         hidden = self.run_layers(hidden, inputs, first, self.n_layers)
         return self.logits(hidden, inputs.logit_rows) if len(inputs.logit_rows) else None
+
+    def prefill_logits(self, inputs: BatchInputs) -> torch.Tensor | None:
+        return self.last_logits(self.embed(inputs), inputs, 0)
 
     def decode_logits(self, inputs: BatchInputs) -> torch.Tensor:
         hidden = self.run_layers(self.embed(inputs), inputs, 0, self.n_layers)

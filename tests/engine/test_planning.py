@@ -16,7 +16,7 @@ from engine_actor.load.footprint import head_of
 from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.kv_store import kv_bytes_per_block
 from engine_actor.model.ledger import MIB
-from engine_actor.planning import plan_for, render, with_chunk
+from engine_actor.planning import plan_for, render, wants_prefill_graphs, with_chunk
 from random_model import SHAPES, RandomCheckpoint, Shape, random_checkpoint
 
 LARGE_CARD = Card(143_771 * MIB, outside=600 * MIB)
@@ -171,3 +171,28 @@ def test_a_chosen_chunk_is_sliced_beside_decodes() -> None:
     assert with_chunk(EngineConfig(prefill_slice_tokens=64), 2048).prefill_slice_tokens == 64
     asked = EngineConfig(prefill_chunk_tokens=512)
     assert with_chunk(asked, 8192) is asked
+
+
+@pytest.mark.parametrize(
+    ("card_mb", "settings", "wanted"),
+    [
+        (4096, {}, False),
+        (12_288, {}, False),
+        (24_576, {}, True),
+        (143_771, {}, True),
+        (143_771, {"memory_limit_mb": 4096}, False),
+        (143_771, {"cuda_graphs": False}, False),
+        (143_771, {"prefill_graphs": False}, False),
+        (4096, {"prefill_graphs": True}, True),
+    ],
+)
+def test_graphs_of_small_chunks_where_the_card_is_fast(
+    card_mb: int, settings: dict[str, Any], wanted: bool
+) -> None:
+    args = args_of(1024, **{"prefill_graphs": None, **settings})
+    plan = plan_for(args, random_checkpoint(SHAPES["3b"], CPU), Card(card_mb * MIB), 90)
+    names = {part.name: part.nbytes for part in plan.parts}
+    assert wants_prefill_graphs(args.engine, plan.allowance) == wanted
+    assert ("prefill graphs" in names) == ("prefill buckets" in names) == wanted
+    if wanted:
+        assert 20 * MIB < names["prefill graphs"] < 200 * MIB

@@ -41,6 +41,7 @@ from tests.kernels_gpu import (
     test_rows_cuda,
     test_sampling_cuda,
     test_stage_cuda,
+    test_static_prompts,
 )
 from tests.kernels_gpu.paged import ragged
 
@@ -105,6 +106,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "kv/host_copy.cu": partial(test_host_copy.test_both_ways_as_torch_does, "odd_sizes", 3, 7),
     "kv/stage.cu": partial(test_stage_cuda.test_rows_and_padding_as_in_torch, 3, 4, 5),
+    "kv/stage_prompts.cu": partial(test_static_prompts.test_staged_as_in_torch, 1000),
     "sampling/argmax.cu": partial(test_sampling_cuda.test_argmax, 300),
     "sampling/draw.cu": partial(test_sampling_cuda.test_draws_equal_the_reference, 300, 2.0),
     "sampling/edit.cu": test_sampling_cuda.test_edits_equal_the_engines_penalties,
