@@ -149,6 +149,7 @@ def test_stopped_in_the_middle_and_resumed_it_gives_the_same_bytes(make_job, tmp
     job = dataclasses.replace(make_job("llama", "w3"), tuning=tuning(steps=8))
     convert(job, tmp_path / "whole", silent)
     monkeypatch.setattr(tuning_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(tuning_module, "SAVE_SHARE", 0)
 
     def stop(stage, done, total):
         if (stage, done) == ("tune", 5):
