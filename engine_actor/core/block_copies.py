@@ -21,13 +21,17 @@ class BlockCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyList:
-    """What one plan asks for, to be made after all works of the plans before it and in this order.
-    `ticket`: counts the lists that are not empty from 1; a list has landed when its copies and
-    those of all earlier ones are done. 0: nothing to copy.
+    """What one plan asks for, to be made after all works of the plans before it.
+
+    first: before this plan's works and before `copies`, each at its place among the works.
+    copies: in this order, beside works that do not wait for them. `ticket`: counts the lists whose
+    copies are not empty from 1; it has landed when its copies and those of all earlier ones are
+    done. 0: no copies.
     """
 
     ticket: int = 0
     copies: tuple[BlockCopy, ...] = ()
+    first: tuple[BlockCopy, ...] = ()
 
 
 NO_COPIES = CopyList()
@@ -42,20 +46,31 @@ class CopyQueue:
         self._next = 1
         self._landed = 0
         self._copies: list[BlockCopy] = []
-        self._tickets: dict[int, int] = {}
+        self._first: list[BlockCopy] = []
+        self._blocks: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
 
-    def add(self, block: int, slot: int, to_host: bool) -> None:
-        """Ask for one more copy, behind all that were asked for before."""
-        self._copies.append(BlockCopy(block, slot, to_host))
-        self._tickets[block] = self._next
+    def add(self, block: int, slot: int, to_host: bool, urgent: bool = False) -> None:
+        """Ask for one more copy, behind all that were asked for before. Urgent: a running stream
+        needs the block in this step, so it does not queue where nothing in the queue has to come
+        before it.
+        """
+        copy = BlockCopy(block, slot, to_host)
+        if urgent and block not in self._blocks and slot not in self._slots:
+            self._first.append(copy)
+            return
+        self._copies.append(copy)
+        self._blocks[block] = self._slots[slot] = self._next
 
     def take(self) -> CopyList:
         """What was asked for since the last call."""
-        if not self._copies:
+        if not self._copies and not self._first:
             return NO_COPIES
-        taken = CopyList(self._next, tuple(self._copies))
+        ticket = self._next if self._copies else 0
+        taken = CopyList(ticket, tuple(self._copies), tuple(self._first))
+        self._next += bool(self._copies)
         self._copies.clear()
-        self._next += 1
+        self._first.clear()
         return taken
 
     @property
@@ -67,11 +82,12 @@ class CopyQueue:
     def landed(self, ticket: int) -> None:
         if ticket > self._landed:
             self._landed = ticket
-            self._tickets = {b: t for b, t in self._tickets.items() if t > ticket}
+            self._blocks = {block: t for block, t in self._blocks.items() if t > ticket}
+            self._slots = {slot: t for slot, t in self._slots.items() if t > ticket}
 
     def ticket_of(self, block: int) -> int:
         """Of the last copy that may still touch `block`; 0 where none does."""
-        return self._tickets.get(block, 0)
+        return self._blocks.get(block, 0)
 
 
 def batches(copies: Iterable[BlockCopy]) -> Iterator[tuple[BlockCopy, ...]]:

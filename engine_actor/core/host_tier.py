@@ -44,7 +44,7 @@ class HostTier:
         """The entry of a digest that has a copy here; the caller checks it with holds()."""
         return self._kept.get(digest)
 
-    def keep(self, entry: CachedBlock, block: int | None) -> bool:
+    def keep(self, entry: CachedBlock, block: int | None, urgent: bool) -> bool:
         """An entry leaves the device: note it as the newest here. Without a copy it gets one of
         `block`; None where that may not be read any more. False where it has none and gets none.
         """
@@ -54,7 +54,7 @@ class HostTier:
                 return False
             entry.slot = slot
             self._kept[entry.digest] = entry
-            self._copies.add(block, slot, to_host=True)
+            self._copies.add(block, slot, to_host=True, urgent=urgent)
             self.n_copied_out += 1
         self._kept.move_to_end(entry.digest)
         return True

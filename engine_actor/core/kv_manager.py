@@ -129,16 +129,17 @@ class KVManager:
         seq.n_computed = seq.n_scheduled = seq.n_cached = len(seq.blocks) * self.block_tokens
         return seq.n_cached
 
-    def grow(self, seq: Sequence, n_tokens: int) -> bool:
+    def grow(self, seq: Sequence, n_tokens: int, urgent: bool = False) -> bool:
         """Make the blocks of `seq` cover positions 0..n_tokens-1, evicting idle cached blocks where
-        needed. False where the pool is too small for it; nothing has changed then.
+        needed. False where the pool is too small for it; nothing has changed then. urgent: a step
+        that is being planned writes them.
         """
         missing = self.blocks_for(n_tokens) - len(seq.blocks)
         if missing <= 0:
             return True
         if missing > self.n_free:
             return False
-        self._make_free(missing)
+        self._make_free(missing, urgent)
         for _ in range(missing):
             self._attach(seq, self._pool.take())
         seq.frozen_blocks = None
@@ -255,12 +256,12 @@ class KVManager:
             self.tier.restore(entry, block)
             self._attach(seq, block)
 
-    def _make_free(self, count: int) -> None:
+    def _make_free(self, count: int, urgent: bool = False) -> None:
         """Evict until the pool has so many blocks free, or none is left to evict."""
         while self._pool.n_free < count and self._cache.n_idle:
             entry = self._cache.evict_oldest()
             block = entry.block
-            self._leave_device(entry, block)
+            self._leave_device(entry, block, urgent)
             self._pool.put_back(block)
 
     def _drop_from(self, first: int) -> None:
@@ -274,9 +275,9 @@ class KVManager:
                 self._pool.put_back(block)
         self.tier.drop_orphans()
 
-    def _leave_device(self, entry: CachedBlock, readable: int | None) -> None:
+    def _leave_device(self, entry: CachedBlock, readable: int | None, urgent: bool = False) -> None:
         entry.block = NOWHERE
-        if not self.tier.keep(entry, readable):
+        if not self.tier.keep(entry, readable, urgent):
             self._changes.note(entry.digest, cached=False)
 
     def _attach(self, seq: Sequence, block: int) -> None:

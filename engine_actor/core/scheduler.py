@@ -269,7 +269,7 @@ class Scheduler:
         wait: it was preempted itself, or blocks come back only with a step in flight.
         """
         needed = seq.n_scheduled + 1
-        while not self._kv.grow(seq, needed):
+        while not self._kv.grow(seq, needed, urgent=True):
             if self._roster.leaving:
                 draft.short_of_blocks = True
                 return False

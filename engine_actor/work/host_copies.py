@@ -29,7 +29,9 @@ class Copies(Protocol):
         ...
 
     def begin(self, asked: CopyList) -> None:
-        """Put copies on the device, behind all works that are launched."""
+        """Put copies on the device, behind all works that are launched and, what is to be first,
+        before all that will be.
+        """
         ...
 
     def wait(self, ticket: int) -> None:
@@ -49,7 +51,7 @@ class DirectCopies:
         self.landed = 0
 
     def begin(self, asked: CopyList) -> None:
-        for part in batches(asked.copies):
+        for part in (*batches(asked.first), *batches(asked.copies)):
             assert self.store is not None, "copies without a tier"
             self.store.copy(part)
         self.landed = max(self.landed, asked.ticket)
@@ -82,7 +84,8 @@ class CopyStreams(Protocol[S]):
 
 
 class StreamCopies(Generic[S]):
-    """Copies on `stream`, one list behind the other.
+    """Copies on `stream`, one list behind the other; the few that a step needs first are on the
+    caller's.
 
     The stream waits for the caller's before each list: that one has waited for both work streams of
     the step before, so a block is read after its last write and written after its last read. The
@@ -105,6 +108,8 @@ class StreamCopies(Generic[S]):
         return self._landed
 
     def begin(self, asked: CopyList) -> None:
+        for part in batches(asked.first):
+            self._copy(part)
         if not asked.copies:
             return
         self._api.wait(self._stream, self._api.current())

@@ -120,6 +120,27 @@ def test_whoever_gets_a_block_that_a_copy_still_reads_has_its_ticket() -> None:
     assert fourth.copy_ticket == 0 or kv.copies.take().copies
 
 
+def test_a_stream_that_needs_a_block_now_does_not_queue_behind_a_prompts_copies() -> None:
+    kv = KVManager(6, BLOCK, host_slots=8)
+    visited(kv, request(range(20)))
+    stream = request(range(50, 54))
+    compute(kv, stream)
+    kv.copies.take()
+    assert kv.grow(stream, 8, urgent=True)
+    asked = kv.copies.take()
+    assert (asked.ticket, asked.copies, [copy.to_host for copy in asked.first]) == (0, (), [True])
+    assert stream.copy_ticket == 0
+    # A copy that another has to come after takes its place in the queue.
+    queue = CopyQueue()
+    queue.add(1, 0, to_host=False)
+    queue.add(2, 0, to_host=True, urgent=True)
+    queue.add(1, 3, to_host=True, urgent=True)
+    queue.add(5, 4, to_host=True, urgent=True)
+    asked = queue.take()
+    assert [copy.block for copy in asked.copies] == [1, 2, 1]
+    assert [copy.block for copy in asked.first] == [5]
+
+
 def test_a_shrink_keeps_what_the_host_has_and_copies_nothing() -> None:
     kv = KVManager(4, BLOCK, host_slots=8)
     visited(kv, request(range(16)), request(range(100, 116)), request(range(16)))

@@ -5,12 +5,13 @@ copies that are as late as their tickets let them be do no harm.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from engine_actor.core.block_copies import CopyList, batches
+from engine_actor.core.block_copies import BlockCopy, CopyList, batches
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.sequence import Sequence as Request
 from tests.core.test_kv_machine import BLOCK, LARGEST, KVMachine, weak_digest
@@ -50,6 +51,7 @@ class TieredKVMachine(KVMachine):
 
     def _take(self) -> None:
         asked = self.kv.copies.take()
+        self._run(asked.first)
         if asked.copies:
             self.asked.append(asked)
 
@@ -58,12 +60,15 @@ class TieredKVMachine(KVMachine):
         while self.asked and self.asked[0].ticket <= ticket:
             asked = self.asked.popleft()
             self.made = asked.ticket
-            for part in batches(asked.copies):
-                for block, slot, to_host in reversed(part):
-                    if to_host:
-                        self.host[slot] = list(self.cells[block])
-                    else:
-                        self.cells[block] = list(self.host[slot])
+            self._run(asked.copies)
+
+    def _run(self, copies: Sequence[BlockCopy]) -> None:
+        for part in batches(copies):
+            for block, slot, to_host in reversed(part):
+                if to_host:
+                    self.host[slot] = list(self.cells[block])
+                else:
+                    self.cells[block] = list(self.host[slot])
 
 
 class CollidingTieredKVMachine(TieredKVMachine):

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine_actor.core.block_copies import CopyList, batches
+from engine_actor.core.block_copies import BlockCopy, CopyList, batches
 from engine_actor.core.params import SamplingParams
 from engine_actor.core.plan import (
     Failure,
@@ -103,7 +103,12 @@ class PagedModel:
         return tokens[:n_tokens]
 
     def ask(self, copies: CopyList) -> None:
-        """Queue copies behind all that was launched."""
+        """Queue copies behind all that was launched; make those that are to be first."""
+        pending = [copy for asked in self._copies for copy in asked.copies]
+        for copy in copies.first:
+            assert copy.block not in {other.block for other in pending}, "an urgent copy overtakes"
+            assert copy.slot not in {other.slot for other in pending}, "an urgent copy overtakes"
+        self._make(copies.first)
         if copies.copies:
             self._copies.append(copies)
 
@@ -113,12 +118,15 @@ class PagedModel:
             asked = self._copies.popleft()
             assert asked.ticket > self.landed, "copies out of order"
             self.landed = asked.ticket
-            for part in batches(asked.copies):
-                for block, slot, to_host in reversed(part):
-                    if to_host:
-                        self._host[slot] = list(self._cells[block])
-                    else:
-                        self._cells[block] = list(self._host[slot])
+            self._make(asked.copies)
+
+    def _make(self, copies: Sequence[BlockCopy]) -> None:
+        for part in batches(copies):
+            for block, slot, to_host in reversed(part):
+                if to_host:
+                    self._host[slot] = list(self._cells[block])
+                else:
+                    self._cells[block] = list(self._host[slot])
 
     def launch(self, plan: StepPlan) -> None:
         """Run one step, decode before prefill."""
