@@ -91,11 +91,13 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Raises ContextLengthExceeded or InvalidParam where it can never be
-        served, Overloaded where the queue is full, ValueError on a key in use.
+        served, Overloaded where the queue is full, ValueError on a key in use. Who will run in the
+        next step, as far as there are slots, is not counted as waiting.
         """
         pool_tokens = self._capacity.target_blocks * self._kv.block_tokens
         require_servable(seq, self.limits.max_model_len, pool_tokens)
-        if len(self._roster.waiting) >= self.limits.max_queue:
+        slots = max(0, self.limits.max_num_seqs - len(self._roster.running))
+        if len(self._roster.waiting) >= self.limits.max_queue + slots:
             raise Overloaded(f"{self.limits.max_queue} requests are waiting already")
         self._arrivals += 1
         ageing = self.limits.priority_ageing_s

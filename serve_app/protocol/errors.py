@@ -17,6 +17,7 @@ from engine_actor.core.params import InvalidParam
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+UNSUPPORTED = "unsupported_parameter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ KINDS: dict[str, Kind] = {
     "invalid_value": Kind(400, INVALID, "The request has an invalid value."),
     "invalid_type": Kind(400, INVALID, "The request has a value of the wrong type."),
     "missing_required_parameter": Kind(400, INVALID, "A required parameter is missing."),
-    "unsupported_parameter": Kind(400, INVALID, "The request uses an unsupported parameter."),
+    UNSUPPORTED: Kind(400, INVALID, "The request uses an unsupported parameter."),
     "invalid": Kind(400, INVALID, "The request has an invalid value."),
     "invalid_json": Kind(400, INVALID, "The body of the request is not valid JSON."),
     "context_length_exceeded": Kind(400, INVALID, "The prompt and max_tokens are too long."),
@@ -130,6 +131,8 @@ def from_validation(error: ValidationError, public: Iterable[str]) -> ApiError:
         where = "" if inner == param else f" in {param}"
         return ApiError("missing_required_parameter", f"{inner} is required{where}", param)
     code = "invalid_type" if _WRONG_TYPE.search(kind) else "invalid_value"
+    if kind == UNSUPPORTED:
+        code = UNSUPPORTED
     why = first["msg"].removeprefix("Value error, ")
     if kind == "model_type":  # pydantic's text names our class
         why = "Input should be an object"

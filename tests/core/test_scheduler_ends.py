@@ -94,6 +94,21 @@ def test_a_full_queue_refuses_and_preempted_sequences_never_are() -> None:
     engine.run()
 
 
+def test_who_will_run_in_the_next_step_does_not_fill_the_queue() -> None:
+    """300 prompts of one request to an idle engine of 128 sequences and a queue of 256: a retry of
+    a refused one would be refused for ever."""
+    engine = SchedulerHarness(max_queue=2, max_num_seqs=3)
+    for rid in range(5):
+        engine.add(rid, PROMPT)
+    with pytest.raises(Overloaded, match="2 requests"):
+        engine.add(5, PROMPT)
+    engine.step()
+    assert len(engine.scheduler.waiting) == 2
+    with pytest.raises(Overloaded):
+        engine.add(5, PROMPT)
+    engine.run()
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("steps", [0, 1, 2, 4, 6])
 def test_cancel_in_every_state_gives_all_blocks_back(depth: int, steps: int) -> None:

@@ -176,9 +176,9 @@ def test_the_door_refuses_with_a_code(
 
 
 def test_a_full_queue_is_overloaded_and_a_draining_engine_unavailable() -> None:
-    engine = make_engine(HashRunner(), max_queue=2)
+    engine = make_engine(HashRunner(), max_queue=2, max_num_seqs=1)
     driver = Driver(engine)
-    assert [driver.submit(rid, (1, 2)) for rid in range(3)] == [None, None, "overloaded"]
+    assert [driver.submit(rid, (1, 2)) for rid in range(4)] == [None, None, None, "overloaded"]
     assert driver.submit(0, (1, 2)) == "invalid"
     engine.draining = True
     assert driver.submit(9, (1, 2)) == "unavailable"

@@ -133,6 +133,30 @@ def test_bad_messages_name_messages(messages: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "tool", "content": "x", "tool_call_id": "a"}, "messages of tools"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}, "tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}, "tool_calls"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "content of type image_url"),
+    ],
+)
+def test_a_message_that_others_serve_is_refused_by_what_it_holds(
+    message: dict[str, Any], named: str
+) -> None:
+    """Neither in words about strings, nor dropped in silence."""
+    with pytest.raises(ApiError, match=f"{named}.* not supported by this server") as caught:
+        parse_model(ChatRequest, {"messages": [{"role": "user", "content": "x"}, message]})
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "messages")
+
+
+def test_an_empty_list_of_tool_calls_says_nothing() -> None:
+    message = {"role": "assistant", "content": "x", "tool_calls": [], "audio": None}
+    request = parse_model(ChatRequest, {"messages": [message]})
+    assert request.messages[0].content == "x"
+
+
+@pytest.mark.parametrize(
     ("raw", "code", "param"),
     [
         (b"", "invalid_json", None),
