@@ -3,8 +3,8 @@
 
     scripts/plot_over_time.py docs/results/gpu_soak.json --output docs/soak.png
 
-A panel for the rate and one for memory as it changed since the first period. Needs matplotlib
-(extra `bench`). Measures nothing.
+A panel for the rate, one for memory as it changed since the first period, and one for the KV pool,
+which grows as it is used. Needs matplotlib (extra `bench`). Measures nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,8 @@ from pathlib import Path
 from draw_result import Record, draw_result
 from results import percentile
 
-MEMORY = (
-    "device_memory",
-    "host_memory",
-    "reserved_memory",
-    "other_memory",
-    "kv_pool",
-    "device_mib",
-)
+MEMORY = ("device_memory", "host_memory", "reserved_memory", "other_memory", "device_mib")
+POOL = "kv_pool"
 
 
 def series_of(record: Record) -> tuple[list[float], dict[str, list[float]]]:
@@ -38,16 +32,18 @@ def series_of(record: Record) -> tuple[list[float], dict[str, list[float]]]:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Two panels, one above the other."""
+    """Panels one above the other."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     minutes, found = series_of(record)
-    figure, (rate, memory) = pyplot.subplots(
-        2, 1, figsize=(7, 5), sharex=True, constrained_layout=True
+    count = 2 + (POOL in found)
+    figure, panels = pyplot.subplots(
+        count, 1, figsize=(7, 2.5 * count), sharex=True, constrained_layout=True
     )
+    rate, memory = panels[:2]
     rate.plot(minutes, found["tokens_per_second"], linewidth=1)
     rate.set_ylim(bottom=0)
     rate.set_ylabel("tokens a second")
@@ -57,9 +53,13 @@ def plot(record: Record, path: Path) -> None:
             values = [value - first for value in found[name]]
             memory.plot(minutes, values, linewidth=1, label=f"{name} ({first:,.0f} MiB at first)")
     memory.set_ylabel("MiB more than at first")
-    memory.set_xlabel("minutes")
     memory.legend(fontsize=7)
-    for panel in (rate, memory):
+    if POOL in found:
+        panels[2].plot(minutes, found[POOL], linewidth=1)
+        panels[2].set_ylim(bottom=0)
+        panels[2].set_ylabel("KV pool, MiB")
+    panels[-1].set_xlabel("minutes")
+    for panel in panels:
         panel.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

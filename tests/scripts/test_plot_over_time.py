@@ -12,6 +12,7 @@ def soak():
     rows = [
         make_row({}, "tokens_per_second", "tokens/s", [10.0, 30.0, 20.0], 0),
         make_row({}, "device_memory", "MiB", [100.0, 101.0, 100.5], 0),
+        make_row({}, "kv_pool", "MiB", [1.0, 2.0, 2.0], 0),
     ]
     return {"rows": rows, "switches": {"counts": {"seconds": 180.0}}}
 
@@ -30,7 +31,7 @@ def steady():
 def test_a_soaks_periods_are_of_equal_length():
     minutes, found = plot_over_time.series_of(soak())
     assert minutes == [1.0, 2.0, 3.0]
-    assert list(found) == ["tokens_per_second", "device_memory"]
+    assert list(found) == ["tokens_per_second", "device_memory", "kv_pool"]
 
 
 def test_a_steady_run_says_when_each_repetition_ended():
@@ -47,4 +48,4 @@ def test_a_picture_and_its_lines_are_made(tmp_path, capsys):
         assert out.read_text().startswith("<?xml")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tokens_per_second: first 10, median 20, last 20, 3 values"
-    assert len(lines) == 4
+    assert len(lines) == 5
