@@ -3,8 +3,8 @@
 
     scripts/bench_host_tier.py --output docs/results/host_tier_3b_h200.json
 
-Two engines in one run, without the tier and with it, both with a KV pool that holds hardly two such
-prefixes. A visit is the prefix and a few ids of its own. Three kinds: `first` (nobody has sent it,
+Two engines in one run, without the tier and with it, both with a KV pool that holds hardly three
+such prefixes. A visit is the prefix and a few ids of its own. Three kinds: `first` (nobody has sent it,
 and it evicts others), `cached` (again at once) and `evicted` (again after others have taken its
 blocks). On an idle engine and beside streams, whose longest gap during the visit counts as well.
 """
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--prefix", type=int, default=4000, help="tokens that visits share")
     parser.add_argument("--tail", type=int, default=16, help="tokens of a visit's own")
+    parser.add_argument("--others", type=int, default=3, help="prefixes that evict it")
     parser.add_argument("--streams", type=int, nargs="*", default=[0, 8])
     parser.add_argument("--stream-prompt", type=int, default=64)
     parser.add_argument("--stream-tokens", type=int, default=1500, help="at most, of each")
@@ -74,7 +75,7 @@ def visits(run: EngineRun, args: argparse.Namespace) -> dict[str, dict[str, floa
     """One of each kind, in the order in which they follow from each other."""
     prefix = run.prompt(args.prefix)
     result = {"first": visit(run, args, prefix), "cached": visit(run, args, prefix)}
-    for _ in range(2):
+    for _ in range(args.others):
         visit(run, args, run.prompt(args.prefix))
     return result | {"evicted": visit(run, args, prefix)}
 
