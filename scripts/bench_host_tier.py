@@ -4,8 +4,8 @@
     scripts/bench_host_tier.py --output docs/results/host_tier_3b_h200.json
 
 Two engines in one run, without the tier and with it, both with a KV pool that holds hardly three
-such prefixes. A visit is the prefix and a few ids of its own. Three kinds: `first` (nobody has sent it,
-and it evicts others), `cached` (again at once) and `evicted` (again after others have taken its
+such prefixes. A visit is the prefix and a few ids of its own. Three kinds: `first` (nobody has sent
+it, and it evicts others), `cached` (again at once) and `evicted` (again after others have taken its
 blocks). On an idle engine and beside streams, whose longest gap during the visit counts as well.
 """
 
