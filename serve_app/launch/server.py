@@ -255,7 +255,9 @@ def say(text: str) -> None:
 
 
 def refuse_taken_port(port: int) -> None:
-    """Exit with the holder's name where the port is in use."""
+    """Exit with the holder's name where the port is in use, or with the range where it is none."""
+    if not 0 < port <= LAST_PORT:
+        sys.exit(f"error: port {port}: there are 1 to {LAST_PORT}")
     if port_is_free(port):
         return
     holder = listener(port)

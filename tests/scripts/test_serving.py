@@ -179,6 +179,12 @@ def test_the_holder_of_a_port_is_named():
     assert listener(port) is None
 
 
+@pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
+def test_a_port_that_does_not_exist_is_refused_in_one_line(port):
+    with pytest.raises(SystemExit, match=rf"error: port {port}: there are 1 to 65535"):
+        refuse_taken_port(port)
+
+
 def test_who_began_the_holder_is_named_too(tmp_path, project_root):
     """Serve would start HAProxy again: it is `serve run` that has to be stopped."""
     parent = Parent(tmp_path, project_root)
