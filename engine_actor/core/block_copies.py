@@ -89,6 +89,10 @@ class CopyQueue:
         """Of the last copy that may still touch `block`; 0 where none does."""
         return self._blocks.get(block, 0)
 
+    def last_ticket_of(self, blocks: Iterable[int]) -> int:
+        """The last of their tickets."""
+        return max(map(self.ticket_of, blocks), default=0) if self._blocks else 0
+
 
 def batches(copies: Iterable[BlockCopy]) -> Iterator[tuple[BlockCopy, ...]]:
     """The same copies in parts that go one way and name no block and no slot twice: within a part

@@ -59,6 +59,17 @@ class BlockPool:
         self._references[block] = 1
         return block
 
+    def take_many(self, count: int) -> list[int]:
+        """As so many take(), at once where none of them was ever used before."""
+        end = self._fresh + count
+        if self._free or end > self.capacity:
+            return [self.take() for _ in range(count)]
+        blocks = list(range(self._fresh, end))
+        self._is_free[self._fresh : end] = bytes(count)
+        self._references[self._fresh : end] = [1] * count
+        self._fresh = end
+        return blocks
+
     def hold(self, block: int) -> None:
         """Add a reference to a held or parked block. Raises ValueError on a free one."""
         if self._is_free[block]:

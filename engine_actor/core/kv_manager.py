@@ -121,7 +121,7 @@ class KVManager:
                 break
             self._pool.hold(entry.block)
             self._cache.mark_held(entry)
-            self._attach(seq, entry.block)
+            self._attach(seq, [entry.block])
             parent = entry
         self._restore(seq, parent, shareable)
         seq.frozen_blocks = None
@@ -140,8 +140,7 @@ class KVManager:
         if missing > self.n_free:
             return False
         self._make_free(missing, urgent)
-        for _ in range(missing):
-            self._attach(seq, self._pool.take())
+        self._attach(seq, self._pool.take_many(missing))
         seq.frozen_blocks = None
         return True
 
@@ -254,7 +253,7 @@ class KVManager:
             entry.block = block
             self._cache.add(entry)
             self.tier.restore(entry, block)
-            self._attach(seq, block)
+            self._attach(seq, [block])
 
     def _make_free(self, count: int, urgent: bool = False) -> None:
         """Evict until the pool has so many blocks free, or none is left to evict."""
@@ -280,9 +279,9 @@ class KVManager:
         if not self.tier.keep(entry, readable, urgent):
             self._changes.note(entry.digest, cached=False)
 
-    def _attach(self, seq: Sequence, block: int) -> None:
-        seq.blocks.append(block)
-        seq.copy_ticket = max(seq.copy_ticket, self.copies.ticket_of(block))
+    def _attach(self, seq: Sequence, blocks: list[int]) -> None:
+        seq.blocks += blocks
+        seq.copy_ticket = max(seq.copy_ticket, self.copies.last_ticket_of(blocks))
 
     def _tokens_of(self, seq: Sequence, index: int) -> tuple[int, ...]:
         return tuple(seq.tokens[index * self.block_tokens : (index + 1) * self.block_tokens])

@@ -19,6 +19,22 @@ def test_the_lowest_free_id_goes_out_first() -> None:
         pool.take()
 
 
+@pytest.mark.parametrize("given_back", [(), (2, 0)])
+def test_many_at_once_are_those_one_by_one(given_back: tuple[int, ...]) -> None:
+    pools = BlockPool(9), BlockPool(9)
+    for pool in pools:
+        assert pool.take_many(4) == [0, 1, 2, 3]
+        for block in given_back:
+            pool.drop(block)
+            pool.put_back(block)
+    assert pools[0].take_many(4) == [pools[1].take() for _ in range(4)]
+    for pool in pools:
+        pool.check()
+    assert pools[0].n_free == pools[1].n_free == 1 + len(given_back)
+    with pytest.raises(IndexError):
+        pools[0].take_many(4)
+
+
 def test_a_shared_block_is_idle_only_after_its_last_reference() -> None:
     pool = BlockPool(2)
     block = pool.take()
