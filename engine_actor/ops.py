@@ -47,8 +47,8 @@ from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
 from kernels.kv.host_copy import (  # noqa: E402
     copy_blocks,
     copy_blocks_plainly,
+    load_copy_kernel,
     refuse_copy_kernel,
-    slot_offsets,
 )
 from kernels.kv.op import HeadNorms, StoreFn, WritePlan, plan_write, write_kv  # noqa: E402
 from kernels.kv.stage import StagedRows, stage_decode  # noqa: E402
@@ -175,6 +175,7 @@ __all__ = [
     "is_card_limited",
     "leave_norm",
     "limit_multiprocessors",
+    "load_copy_kernel",
     "load_decode_heads",
     "loading_apart",
     "moved",
@@ -194,7 +195,6 @@ __all__ = [
     "sampler_room_bytes",
     "refuse_strips",
     "slice_rows",
-    "slot_offsets",
     "split_card",
     "stage_decode",
     "stage_prompts",

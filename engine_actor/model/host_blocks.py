@@ -7,6 +7,7 @@ and when it is safe is work/host_copies.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -49,12 +50,15 @@ class HostBlocks:
 
     def __init__(self, kv: KVStore, n_slots: int) -> None:
         self._kv = kv
-        self._offsets = ops.slot_offsets(kv.block_bytes)
+        self._offsets = [0, *accumulate(kv.block_bytes)]
         self.nbytes = n_slots * self._offsets[-1]
         self._memory, host = _allocated(self.nbytes, kv.device)
         self._slots = host.view(n_slots, self._offsets[-1])
         self.reason = _why_no_kernel(kv)
         self._locked = ops.page_locked(kv.device)
+        if self.reason is None:
+            # Not in the step that first evicts a block.
+            ops.load_copy_kernel()
 
     @torch.inference_mode()
     def copy(self, part: Sequence[BlockCopy]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 
 import torch
 
@@ -33,15 +32,15 @@ def _kernel() -> Kernel:
     return VARIANT.kernel()
 
 
-def slot_offsets(block_bytes: Sequence[int]) -> list[int]:
-    """Where each array's part of a block begins in a slot, and the bytes of a slot behind them."""
-    return [0, *accumulate(block_bytes)]
-
-
 def refuse_copy_kernel(block_bytes: Sequence[int]) -> str | None:
     """None where the kernel can copy such blocks, else why not. block_bytes: of each array."""
     odd = [each for each in block_bytes if each % WORD]
     return f"{odd[0]} bytes of a block are no multiple of {WORD}" if odd else None
+
+
+def load_copy_kernel() -> None:
+    """Compile and load it for torch's current device."""
+    _kernel().load()
 
 
 def copy_blocks(
@@ -53,8 +52,9 @@ def copy_blocks(
     thread_blocks: int = THREAD_BLOCKS,
 ) -> None:
     """Queue the copies on torch's current stream. moves i32[n, 2]: block, slot; arrays i64[A]:
-    addresses of the cache's arrays; offsets i64[A + 1] as slot_offsets(); host u8[slots * bytes].
-    All four are page-locked or on the device, and stay as they are until the copies are done.
+    addresses of the cache's arrays; offsets i64[A + 1]: where each array's part begins in a slot,
+    then the bytes of a slot; host u8[slots * bytes]. All four are page-locked or on the device, and
+    stay as they are until the copies are done.
     """
     count, n_arrays = moves.shape[0], arrays.shape[0]
     grid = (min(thread_blocks, count * n_arrays), 1, 1)
