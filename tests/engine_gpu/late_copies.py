@@ -121,7 +121,7 @@ def into_new_memory(
     resize = loaded.runner.resize_kv
 
     def late_resize(n_blocks: int) -> None:
-        delay(LONG)
+        delay(3 * LONG)
         resize(n_blocks)
 
     patch.setattr(loaded.runner, "resize_kv", late_resize)
