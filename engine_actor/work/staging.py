@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from engine_actor import ops
+
 Numbers = tuple[torch.Tensor, torch.Tensor]
 """The same ints as i64[n] and i32[m]."""
 RING = 6
@@ -54,8 +56,8 @@ class PinnedStaging:
     ) -> None:
         self._device = device
         self._record = record
-        self._pin = pin
-        self._buffers: list[torch.Tensor] = [self._new(_LEAST_BYTES) for _ in range(RING)]
+        self._memory = ops.page_locked(device if pin else torch.device("cpu"))
+        self._buffers = [self._memory.lease(_LEAST_BYTES) for _ in range(RING)]
         self._copied: list[Copied | None] = [None] * RING
         self._next = 0
 
@@ -67,9 +69,10 @@ class PinnedStaging:
         copied = self._copied[index]
         if copied is not None:
             copied.synchronize()
-        buffer = self._buffers[index]
+        buffer = self._buffers[index].memory
         if len(buffer) < n_wide + n_narrow:
-            buffer = self._buffers[index] = self._new(2 * (n_wide + n_narrow))
+            self._buffers[index] = self._memory.lease(2 * (n_wide + n_narrow))
+            buffer = self._buffers[index].memory
         memory: memoryview = buffer.numpy().data
         memory[:n_wide] = memoryview(wide).cast("B")
         memory[n_wide : n_wide + n_narrow] = narrow
@@ -79,6 +82,3 @@ class PinnedStaging:
 
     def _send(self, staged: torch.Tensor) -> torch.Tensor:
         return staged.to(self._device, non_blocking=True, copy=True)
-
-    def _new(self, n_bytes: int) -> torch.Tensor:
-        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._pin)

@@ -78,6 +78,19 @@ def test_only_the_named_files_may_use(rule):
     assert broken == set()
 
 
+def test_page_locked_memory_comes_from_one_place():
+    """Where torch frees it after a lost device, C++ ends the process (docs/adr/0014)."""
+    found = {
+        f"{relative(path)}:{node.lineno if isinstance(node, ast.Attribute) else node.value.lineno}"
+        for path in product_files()
+        if relative(path) != "kernels/spec/page_locked.py"
+        for node in ast.walk(tree_of(path))
+        if (isinstance(node, ast.Attribute) and node.attr == "pin_memory")
+        or (isinstance(node, ast.keyword) and node.arg == "pin_memory")
+    }
+    assert found == set()
+
+
 def test_the_ingress_and_the_core_import_no_torch():
     tokenizer = "engine_actor/load/tokenizer.py"
     broken = {
