@@ -5,8 +5,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes, or 16 zero bytes where `valid` is false: `from` is not read then, but must be a pointer
-// into the same buffer.
+// 16 bytes, or 16 zero bytes where `valid` is false: `from` is not read then, wherever it points.
 __device__ __forceinline__ void copy_16_or_zero(unsigned to, const void* from, bool valid) {
     const int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));

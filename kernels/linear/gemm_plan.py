@@ -69,7 +69,8 @@ def plan_units(
     """The cheapest tile and number of splits of K for m rows and n out-features.
 
     All blocks run in rounds. Tiles that fill whole rounds are never split; those of the last round
-    may be, so that all blocks have work in it. steps: of 64 columns. chunk_steps: those of a tile
+    may be, so that all blocks have work in it: all of them, or those that are left over when every
+    multiprocessor has one or more of them whole. steps: of 64 columns. chunk_steps: those of a tile
     that cannot be cut apart. splits: forced. The whole card is assumed free: a plan, and so a
     result, is the same whatever share a call gets. Raises ValueError where nothing fits what is
     forced.
@@ -77,27 +78,69 @@ def plan_units(
     best: tuple[float, Plan[AnyTile]] | None = None
     for tile, cost in tiles.items():
         count = -(-m // cost.m) * -(-n // cost.n)
-        slots = multiprocessors * cost.blocks
-        rounds, rest = divmod(count, slots)
-        chunks = -(-steps // chunk_steps[tile])
+        rounds, rest = divmod(count, multiprocessors * cost.blocks)
+        chunk = chunk_steps[tile]
+        chunks = -(-steps // chunk)
+        whole_rounds = rounds * (chunks * chunk * cost.step + cost.fixed)
         for split in SPLITS if splits is None else (splits,):
             share = -(-chunks // split)
-            is_short = share * chunk_steps[tile] < LEAST_STEPS
-            is_empty = (split - 1) * share >= chunks
-            if split > 1 and (is_short or is_empty or not 0 < rest <= most_tiles_shared):
+            if split > 1 and (share * chunk < LEAST_STEPS or (split - 1) * share >= chunks):
                 continue
-            shared = rest if split > 1 else 0
-            scratch = shared * split * cost.n * cost.m
-            time = rounds * (chunks * chunk_steps[tile] * cost.step + cost.fixed)
-            last = share * chunk_steps[tile] * cost.step_of(-(-rest * split // multiprocessors))
-            time += -(-rest * split // slots) * (last + cost.fixed)
-            time += GATHER_US * (split > 1) + GATHER_US_PER_VALUE * scratch
-            if best is None or time < best[0]:
-                units = count - shared + shared * split
-                best = time, Plan(tile, count - shared, split, units, scratch)
+            for layers in range(rest // multiprocessors + 1 if split > 1 else 1):
+                last = LastRound(cost, rest, layers, split, multiprocessors)
+                if split > 1 and not (0 < last.shared <= most_tiles_shared and last.fits):
+                    continue
+                time = whole_rounds + last.time(chunks * chunk, share * chunk)
+                if best is None or time < best[0]:
+                    shared = last.shared if split > 1 else 0
+                    scratch = shared * split * cost.n * cost.m
+                    units = count - shared + shared * split
+                    best = time, Plan(tile, count - shared, split, units, scratch)
     if best is None:
         raise ValueError(f"{splits} splits do not fit {steps} steps of K and {m} x {n} sums")
     return best[1]
+
+
+@dataclass(frozen=True, slots=True)
+class LastRound:
+    """`rest` tiles, fewer than there are blocks: `layers` whole ones for each multiprocessor, the
+    others in `splits` units each.
+    """
+
+    cost: TileCost
+    rest: int
+    layers: int
+    splits: int
+    multiprocessors: int
+
+    @property
+    def shared(self) -> int:
+        """Tiles in units; with one split that is all the same as whole."""
+        return self.rest - self.layers * self.multiprocessors
+
+    @property
+    def beside(self) -> int:
+        """Units on a multiprocessor, beside its whole tiles."""
+        return -(-self.shared * self.splits // self.multiprocessors)
+
+    @property
+    def fits(self) -> bool:
+        """Units beside whole tiles all run at once."""
+        return self.layers == 0 or self.layers + self.beside <= self.cost.blocks
+
+    def time(self, steps: int, share: int) -> float:
+        """us. steps: of a tile; share: of a unit."""
+        cost, units = self.cost, self.shared * self.splits
+        gathering = 0.0
+        if self.splits > 1:
+            gathering = GATHER_US + GATHER_US_PER_VALUE * units * cost.n * cost.m
+        if self.layers == 0:
+            passes = -(-units // (self.multiprocessors * cost.blocks))
+            return passes * (share * cost.step_of(self.beside) + cost.fixed) + gathering
+        # While the whole tiles go on, the units' sums are gathered.
+        alone = (steps - share) * cost.step_of(self.layers)
+        together = share * cost.step_of(self.layers + self.beside)
+        return together + max(alone, gathering) + cost.fixed
 
 
 _limit: int | None = None

@@ -35,77 +35,88 @@ static_assert(BITS == 4 || STAGES <= 5, "two slots of W3 chunks reach four steps
 
 // ---- copies into shared memory ----
 
-__device__ __forceinline__ void load_x(const Problem& p, const Unit& u, int step, unsigned to) {
-    const int column = (u.first_step + step) * 64 + (threadIdx.x & 7) * 8;
-#pragma unroll
-    for (int i = 0; i < TILE_M * 8; i += THREADS) {
-        const int local = (i + threadIdx.x) >> 3;
-        const bool valid = u.row + local < p.m && column < p.k;
-        const __half* from = valid ? p.x + (size_t)(u.row + local) * p.k + column : p.x;
-        // 16-byte pieces of a row lie exclusive-ored by the row: no bank is asked twice at a time.
-        const int piece = (threadIdx.x ^ local) & 7;
-        if (TILE_M * 8 % THREADS == 0 || i + threadIdx.x < TILE_M * 8)
-            copy_16_or_zero(to + local * 128 + piece * 16, from, valid);
-    }
-}
-
-__device__ __forceinline__ void load_weights(const Problem& p, const Unit& u, int chunk,
-                                             unsigned to) {
-    const int chunks = p.blocks / CHUNK_STEPS;
-    constexpr int PIECES = TILE_STRIPS * CHUNK_BYTES / 16;
-#pragma unroll
-    for (int i = 0; i < PIECES; i += THREADS) {
-        const int piece = i + threadIdx.x;
-        const int local = piece / (CHUNK_BYTES / 16), inside = piece % (CHUNK_BYTES / 16);
-        const int place = u.first_step / CHUNK_STEPS + chunk;
-        const size_t at = (size_t)strip_of(p, u, local) * chunks + place;
-        if (PIECES % THREADS == 0 || piece < PIECES)
-            copy_16(to + piece * 16, p.weights + at * CHUNK_BYTES + inside * 16);
-    }
-}
-
-__device__ __forceinline__ void load_scales(const Problem& p, const Unit& u, int step,
-                                            unsigned to) {
-    constexpr int PIECES = TILE_STRIPS * STEP_GROUPS * 2;
-    const int column = (u.first_step + step) * 64;
-#pragma unroll
-    for (int i = 0; i < PIECES; i += THREADS) {
-        const int piece = i + threadIdx.x;
-        if (piece >= PIECES) break;
-        const int local = piece / (STEP_GROUPS * 2), inside = piece % (STEP_GROUPS * 2);
-        const int group = GROUP == 0 ? 0 : column / max(GROUP, 1) + inside / 2;
-        const size_t at = ((size_t)strip_of(p, u, local) * p.groups + group) * 16;
-        const unsigned place = to + local * SCALE_BYTES + inside * 16;
-        copy_16(place, p.scales + at + (inside & 1) * 8);
-        if (OFFSETS) copy_16(place + 32 * STEP_GROUPS, p.offsets + at + (inside & 1) * 8);
-    }
-}
-
-// Walks the steps of all units of this block, ahead of the products.
+// Walks the steps of all units of this block, ahead of the products. A thread's pieces of a step
+// lie at fixed distances from its first one, in memory and here, so that a copy takes few
+// instructions: they hold up the products of the same warp.
 struct Loader {
-    Unit unit;
-    int index, step, stage, slot;
+    static constexpr int ROWS_AT_ONCE = THREADS / 8;  // of x, eight pieces of 16 bytes each
+    static constexpr int PIECES = CHUNK_BYTES / 16;   // of a strip's chunk
+    static constexpr int SCALE_PIECES = 2 * STEP_GROUPS;
+    static_assert(ROWS_AT_ONCE % 8 == 0 && TILE_STRIPS * SCALE_PIECES <= THREADS);
 
-    __device__ void start(const Problem& p) {
+    const __half* x;      // this thread's first piece of the next step
+    const char* weights;  // the first strip's next chunk
+    int scales;           // this thread's first value of the strip whose scales it copies
+    int rows;             // of x from its first one on that are there
+    int last;             // the last strip that is there, from the first one on
+    int index, step, steps, first_step, stage, slot;
+
+    __device__ __forceinline__ void start(const Problem& p) {
         index = blockIdx.x;
-        step = stage = slot = 0;
-        if (index < units_of(p)) unit = unit_at(p, index);
+        stage = slot = 0;
+        if (index < units_of(p)) enter(p);
     }
 
-    __device__ void load_next(const Problem& p, unsigned shared) {
+    __device__ __forceinline__ void enter(const Problem& p) {
+        const Unit u = unit_at(p, index);
+        step = 0, steps = u.steps, first_step = u.first_step;
+        const int row = u.row + (threadIdx.x >> 3);
+        rows = p.m - row;
+        x = p.x + (size_t)row * p.k + first_step * 64 + (threadIdx.x & 7) * 8;
+        last = strips_of(p) - 1 - u.strip;
+        weights =
+            p.weights + ((size_t)u.strip * p.blocks + first_step) * (CHUNK_BYTES / CHUNK_STEPS);
+        const int strip = strip_of(p, u, threadIdx.x / SCALE_PIECES);
+        scales = strip * p.groups * 16 + threadIdx.x % SCALE_PIECES * 8;
+    }
+
+    __device__ __forceinline__ void load_x(const Problem& p, unsigned to) const {
+        const int column = (first_step + step) * 64 + (threadIdx.x & 7) * 8;
+        const int there = column < p.k ? rows : 0;
+        // 16-byte pieces of a row lie exclusive-ored by the row: no bank is asked twice at a time.
+        to += threadIdx.x / 8 * 128 + ((threadIdx.x ^ threadIdx.x >> 3) & 7) * 16;
+        const __half* from = x;
+#pragma unroll
+        for (int row = 0; row < TILE_M; row += ROWS_AT_ONCE) {
+            copy_16_or_zero(to + row * 128, from, row < there);
+            from += (size_t)ROWS_AT_ONCE * p.k;
+        }
+    }
+
+    __device__ __forceinline__ void load_weights(const Problem& p, unsigned to) const {
+        constexpr int ALL = TILE_STRIPS * PIECES;
+        const int pitch = p.blocks * (CHUNK_BYTES / CHUNK_STEPS);
+#pragma unroll
+        for (int i = 0; i < ALL; i += THREADS) {
+            const int piece = i + threadIdx.x;
+            const char* from = weights + (long long)min(piece / PIECES, last) * pitch;
+            if (ALL % THREADS == 0 || piece < ALL)
+                copy_16(to + piece * 16, from + piece % PIECES * 16);
+        }
+    }
+
+    __device__ __forceinline__ void load_scales(const Problem& p, unsigned to) const {
+        if (threadIdx.x >= TILE_STRIPS * SCALE_PIECES) return;
+        const int group = GROUP == 0 ? 0 : (first_step + step) * 64 / max(GROUP, 1);
+        to += threadIdx.x / SCALE_PIECES * SCALE_BYTES + threadIdx.x % SCALE_PIECES * 16;
+        copy_16(to, p.scales + scales + group * 16);
+        if (OFFSETS) copy_16(to + 32 * STEP_GROUPS, p.offsets + scales + group * 16);
+    }
+
+    __device__ __forceinline__ void load_next(const Problem& p, unsigned shared) {
         if (index < units_of(p)) {
-            load_x(p, unit, step, shared + X_AT + stage * X_BYTES);
+            load_x(p, shared + X_AT + stage * X_BYTES);
+            x += 64;
             if (step % CHUNK_STEPS == 0) {
-                load_weights(p, unit, step / CHUNK_STEPS,
-                             shared + WEIGHTS_AT + slot * TILE_STRIPS * CHUNK_BYTES);
+                load_weights(p, shared + WEIGHTS_AT + slot * TILE_STRIPS * CHUNK_BYTES);
+                weights += CHUNK_BYTES;
                 slot = slot + 1 == CHUNK_SLOTS ? 0 : slot + 1;
             }
-            load_scales(p, unit, step, shared + SCALES_AT + stage * TILE_STRIPS * SCALE_BYTES);
+            load_scales(p, shared + SCALES_AT + stage * TILE_STRIPS * SCALE_BYTES);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
-            if (++step == unit.steps) {
-                step = 0;
+            if (++step == steps) {
                 index += gridDim.x;
-                if (index < units_of(p)) unit = unit_at(p, index);
+                if (index < units_of(p)) enter(p);
             }
         }
         close_group();  // an empty one keeps the count of those on their way

@@ -20,7 +20,7 @@ from kernels.spec.op import OpKey
 WIDE, LOW = "wide", "low"
 COSTS = {
     WIDE: TileCost(n=128, m=128, blocks=1, step=2.0, lone=2.0, fixed=1.0),
-    LOW: TileCost(n=128, m=64, blocks=1, step=1.2, lone=1.2, fixed=1.0),
+    LOW: TileCost(n=128, m=64, blocks=3, step=1.2, lone=0.6, fixed=1.0),
 }
 ONE = {WIDE: 1, LOW: 1}
 
@@ -70,6 +70,23 @@ def test_only_the_last_round_is_split() -> None:
     )
     assert (plan.whole, plan.splits, plan.units) == (264, 3, 264 + 3 * 80)
     assert plan.partials == 3 * 80 * 128 * 128
+
+
+def test_left_over_tiles_run_beside_whole_ones() -> None:
+    """172 tiles, two at a time on 132 multiprocessors: each has one whole tile, and the other 40
+    are shared out in thirds beside them.
+    """
+    plan = plan_units(
+        {WIDE: TileCost(n=128, m=128, blocks=2, step=1.4, lone=0.9, fixed=4.0)},
+        128,
+        22016,
+        steps=32,
+        chunk_steps=ONE,
+        multiprocessors=132,
+        most_tiles_shared=1024,
+    )
+    assert (plan.whole, plan.splits, plan.units) == (132, 3, 132 + 3 * 40)
+    assert plan.partials == 3 * 40 * 128 * 128
 
 
 @given(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kernels.jit.shipped import compile_all
+from kernels.linear.gemm_plan import Plan
 from kernels.linear.many_rows import ManyRows
 from kernels.linear.op import LINEAR
 from kernels.linear.reference import linear_reference
@@ -84,3 +85,21 @@ def check_layer(name: str, tiles: Mapping[Any, Any], rows: int) -> None:
                 poison(y)
                 again = run(x, plan=plan, max_ctas=share)
                 assert torch.equal(again, y), f"{tile}, {splits} splits, {share} multiprocessors"
+
+
+def check_whole_and_shared(tiles: Mapping[Any, Any]) -> None:
+    """Some tiles whole, the others in shares of K: what a large product's last round is."""
+    layer = layer_of("w4 g64 offsets, ragged N", seed=4)
+    run = ManyRows(to_strips(layer), tiles)
+    x = torch.randn(257, layer.in_features, device=CUDA).half()
+    want = linear_reference(x, layer)
+    for tile in tiles:
+        count = -(-layer.out_features // tile.n) * -(-257 // tile.m)
+        shared = count - count // 3
+        plan = Plan(tile, count // 3, 2, count // 3 + 2 * shared, 2 * shared * tile.n * tile.m)
+        poison(want.half())
+        y = run(x, plan=plan)
+        error = float((y.float() - want).abs().max() / want.abs().max())
+        assert error < LINEAR.allowed("float16"), f"{tile}: {error:.1e}"
+        for share in SHARES:
+            assert torch.equal(run(x, plan=plan, max_ctas=share), y), f"{tile}, {share} of the card"

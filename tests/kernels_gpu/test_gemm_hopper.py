@@ -13,7 +13,14 @@ from kernels.linear.weights import moved
 from kernels.spec.device import compute_capability
 from kernels.spec.op import OpKey
 from tests.kernels_cpu.layers import random_layer
-from tests.kernels_gpu.gemm_cases import CUDA, LAYERS, ROWS, check_layer, compile_together
+from tests.kernels_gpu.gemm_cases import (
+    CUDA,
+    LAYERS,
+    ROWS,
+    check_layer,
+    check_whole_and_shared,
+    compile_together,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +39,10 @@ def compiled() -> None:
 def test_equals_reference(layer: str, rows: int) -> None:
     """Every tile, every number of splits, every share of the card."""
     check_layer(layer, TILES, rows)
+
+
+def test_whole_tiles_beside_shared_ones() -> None:
+    check_whole_and_shared(TILES)
 
 
 def test_gate_and_residual_in_the_epilogue() -> None:
