@@ -79,7 +79,8 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
     device = prepare(options.device, options.threads)
     _require_free(options.target)
     checkpoint = open_checkpoint(resolve(options.source, cache_dir))
-    calibration = _rows(checkpoint, options.calibration, CALIBRATION, CALIBRATION_ROWS)
+    calibration_rows = CALIBRATION_ROWS[device.type]
+    calibration = _rows(checkpoint, options.calibration, CALIBRATION, calibration_rows)
     evaluation = _rows(checkpoint, options.text, EVALUATION, EVALUATION_ROWS)
     progress = TimedProgress("quantize")
     recipe = _recipe(options, checkpoint, calibration, budget, device, progress)

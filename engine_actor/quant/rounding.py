@@ -47,7 +47,9 @@ def round_linear(dense: Dense, grid: Grid, method: Method, moments: InputMoments
     if method.search == "none":
         steps = absmax_steps(weight, grid)
     else:
-        by = {"activation": activation, "curvature": curvature.importance(), "mse": None}
+        left = curvature.importance()
+        both = (activation / activation.mean().clamp_min(1e-30) * left).sqrt()
+        by = {"activation": activation, "curvature": left, "balanced": both, "mse": None}
         steps = search_steps(weight, grid, by[method.search])
     codes = gptq(weight, curvature, steps, grid)
     steps, codes = refine(weight, curvature, steps, codes, grid, method.rounds)
