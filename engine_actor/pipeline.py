@@ -83,6 +83,7 @@ class Pipeline:
         self._copies.wait(plan.waits_for)
         step = self._steps.launch(plan, void)
         self._open.append(step)
+        self._scheduler.look_ahead(plan)
         # What failed is run again in smaller pieces, behind all that came before it; scores of a
         # prompt are computed as the step is finished, and nothing may be launched before them.
         alone = step.failed or any(chunk.prompt_logprobs is not None for chunk in plan.prefill)

@@ -94,7 +94,7 @@ class KVManager:
         full = len(seq.tokens) // self.block_tokens
         depth = self._cache.depth(seq.block_hashes)
         while depth == len(seq.block_hashes) < full:
-            self._extend_hashes(seq, depth + 1)
+            self.extend_hashes(seq, depth + 1)
             depth += self._cache.find(seq.block_hashes[depth]) is not None
         return min(depth, self.shareable_blocks(seq))
 
@@ -102,7 +102,7 @@ class KVManager:
         """Of a block and all before it; None where the tokens do not fill it."""
         if (index + 1) * self.block_tokens > len(seq.tokens):
             return None
-        self._extend_hashes(seq, index + 1)
+        self.extend_hashes(seq, index + 1)
         return seq.block_hashes[index]
 
     def match(self, seq: Sequence) -> int:
@@ -115,7 +115,7 @@ class KVManager:
         parent: CachedBlock | None = None
         shareable = self.shareable_blocks(seq)
         for index in range(shareable):
-            self._extend_hashes(seq, index + 1)
+            self.extend_hashes(seq, index + 1)
             entry = self._cache.find(seq.block_hashes[index])
             if entry is None or not entry.holds(self._tokens_of(seq, index), parent, seq.salt):
                 break
@@ -151,7 +151,7 @@ class KVManager:
         if full <= index or not self.prefix_cache:
             return
         seq.n_registered = full
-        self._extend_hashes(seq, full)
+        self.extend_hashes(seq, full)
         parent = self._cache.of_block(seq.blocks[index - 1]) if index else None
         while index < full and (parent is not None or index == 0):
             parent = self._enter(seq, index, parent)
@@ -236,7 +236,7 @@ class KVManager:
         """
         found: list[CachedBlock] = []
         for index in range(len(seq.blocks), shareable):
-            self._extend_hashes(seq, index + 1)
+            self.extend_hashes(seq, index + 1)
             entry = self.tier.find(seq.block_hashes[index])
             if entry is None or not entry.holds(self._tokens_of(seq, index), parent, seq.salt):
                 break
@@ -286,7 +286,8 @@ class KVManager:
     def _tokens_of(self, seq: Sequence, index: int) -> tuple[int, ...]:
         return tuple(seq.tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
 
-    def _extend_hashes(self, seq: Sequence, n_blocks: int) -> None:
+    def extend_hashes(self, seq: Sequence, n_blocks: int) -> None:
+        """Make the digests of its first n_blocks blocks that it lacks."""
         extend_hashes(
             seq.block_hashes,
             seq.tokens,

@@ -185,6 +185,15 @@ class Scheduler:
             self._flights.append(draft.flight(self._step))
         return plan
 
+    def look_ahead(self, plan: StepPlan) -> None:
+        """What commit() of a launched plan will need whatever comes of it, while the device works:
+        the digests of its prompts' blocks.
+        """
+        for chunk in plan.prefill if self._kv.prefix_cache else ():
+            seq = self._roster.live.get(chunk.key)
+            if seq is not None:
+                self._kv.extend_hashes(seq, chunk.end // self._kv.block_tokens)
+
     def commit(self, outcome: StepOutcome) -> tuple[Finished, ...]:
         """Take in the outcome of the oldest open step: KV counted, tokens accepted, ends decided,
         blocks given back. Raises RuntimeError on an outcome of another step.

@@ -31,6 +31,21 @@ def test_a_prompt_is_computed_in_chunks_and_samples_only_at_its_end() -> None:
     engine.check_all_ended()
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_the_digests_of_a_launched_chunk_are_made_ahead(prefix_cache: bool) -> None:
+    """Those of its full blocks, before anybody knows whether it passed."""
+    engine = SchedulerHarness(chunk=40, prefix_cache=prefix_cache)
+    request = engine.add(1, prompt(1, 100), max_tokens=2)
+    for full in (2, 5, 6):
+        plan = engine.plan()
+        engine.scheduler.look_ahead(plan)
+        assert len(request.block_hashes) == (full if prefix_cache else 0)
+        engine.join()
+    engine.cancel(1)
+    engine.scheduler.look_ahead(plan)
+    engine.run()
+
+
 def test_one_partial_prefill_takes_prompts_in_turns() -> None:
     """S-46: one chunk a step, round-robin, a short prompt is not behind all of a long one."""
     engine = SchedulerHarness(chunk=16, max_partial_prefills=1)

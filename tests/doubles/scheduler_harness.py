@@ -114,6 +114,7 @@ class SchedulerHarness:
             self.model.ask(plan.copies)
         else:
             self.model.launch(plan)
+            self.scheduler.look_ahead(plan)
             self._open.append(plan)
         self.scheduler.check()
         return plan
