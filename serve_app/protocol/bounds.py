@@ -20,6 +20,10 @@ _LARGER = {"prompt": MAX_IDS, "tokens": MAX_IDS, "messages": 8 * MAX_ENTRIES}
 """A message is an object with a role, a name and parts that are objects themselves."""
 
 
+_PLAIN = frozenset({int, float, str, bool, type(None)})
+"""What holds nothing inside."""
+
+
 def most_entries(name: str, otherwise: int = MAX_ENTRIES) -> int:
     """How many entries the parameter `name` may hold."""
     return _LARGER.get(name, otherwise)
@@ -47,5 +51,6 @@ def _exceeds(value: list[Any] | dict[str, Any], most: int) -> bool:
         if left < 0:
             return True
         inner = entries.values() if isinstance(entries, dict) else entries
-        pending.extend(entry for entry in inner if isinstance(entry, (list, dict)))
+        if not _PLAIN.issuperset(map(type, inner)):  # in C: a prompt may be many thousand ids
+            pending.extend(entry for entry in inner if isinstance(entry, (list, dict)))
     return False
