@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Draw results of bench_quality.py on one source: bits a weight against KL, a mark a method.
+"""Draw results of bench_quality.py: bits a weight against KL and perplexity, a mark a method.
 
     scripts/plot_quality.py docs/results/quality*.json --output docs/results/quality.png
 
-Needs matplotlib (extra `bench`). Measures nothing.
+A row of pictures for each model that the results name. Needs matplotlib (extra `bench`). Measures
+nothing.
 """
 
 from __future__ import annotations
@@ -11,28 +12,43 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 OTHER = "other run"
+AXES = (("kl", "KL to the source, nats"), ("perplexity", "perplexity"))
+Point = tuple[float, float, str]
 
 
-def points(record: Mapping[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
-    """Method -> (bits a weight, KL, case) in rising order of bits."""
+def points(record: Mapping[str, Any], metric: str = "kl") -> dict[str, list[Point]]:
+    """Method -> (bits a weight, value, case) in rising order of bits."""
     bits = {
         row["case"]["case"]: row["median"]
         for row in record["rows"]
         if row["metric"] == "bits_per_weight"
     }
-    found: dict[str, list[tuple[float, float, str]]] = {}
+    found: dict[str, list[Point]] = {}
     for row in record["rows"]:
-        if row["metric"] == "kl":
+        if row["metric"] == metric:
             case = row["case"]
             found.setdefault(case["method"], []).append(
                 (bits[case["case"]], row["median"], case["case"])
             )
     return {method: sorted(values) for method, values in found.items()}
+
+
+def joined(
+    records: Iterable[Mapping[str, Any]], metric: str, without: Sequence[str]
+) -> dict[str, list[Point]]:
+    """The same of several records, by method in order of names; a case of two records comes once
+    where both found the same."""
+    together: dict[str, set[Point]] = {}
+    for record in records:
+        for method, found in points(record, metric).items():
+            if method not in without:
+                together.setdefault(method, set()).update(found)
+    return {method: sorted(together[method]) for method in sorted(together)}
 
 
 def plot(records: Sequence[Mapping[str, Any]], path: Path, without: Sequence[str] = ()) -> None:
@@ -42,24 +58,45 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path, without: Sequence[str
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(7.5, 5), constrained_layout=True)
-    together: dict[str, set[tuple[float, float, str]]] = {}
+    by_model: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
-        for method, found in points(record).items():
-            if method not in without:
-                together.setdefault(method, set()).update(found)
-    for method, values in sorted((method, sorted(found)) for method, found in together.items()):
+        by_model.setdefault(record["switches"].get("model", ""), []).append(record)
+    methods = sorted({row["case"]["method"] for record in records for row in record["rows"]})
+    colours = {method: f"C{number}" for number, method in enumerate(methods)}
+    size = (7.5 * len(AXES), 5 * len(by_model))
+    figure, grid = pyplot.subplots(
+        len(by_model), len(AXES), figsize=size, constrained_layout=True, squeeze=False
+    )
+    for axes, (model, some) in zip(grid, by_model.items(), strict=True):
+        for axis, (metric, label) in zip(axes, AXES, strict=True):
+            _draw(axis, joined(some, metric, without), colours)
+            axis.set_ylabel(label)
+            axis.set_title(model)
+    figure.savefig(path, dpi=120)
+
+
+def _draw(axis: Any, found: Mapping[str, Sequence[Point]], colours: Mapping[str, str]) -> None:
+    for method, values in found.items():
         style = "x" if OTHER in method else "o"
-        axis.plot([b for b, _, _ in values], [k for _, k, _ in values], style, label=method)
-        for bits, kl, case in values if style == "o" else ():
-            axis.annotate(case, (bits, kl), textcoords="offset points", xytext=(5, 3), fontsize=7)
+        axis.plot(
+            [b for b, _, _ in values],
+            [v for _, v, _ in values],
+            style,
+            color=colours[method],
+            label=method,
+        )
+        for bits, value, case in values if style == "o" else ():
+            text = case.removesuffix(f":{method}")
+            axis.annotate(
+                text, (bits, value), textcoords="offset points", xytext=(5, 3), fontsize=7
+            )
     axis.set_yscale("log")
+    for every in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        every("{x:g}")
+    axis.tick_params(axis="y", which="minor", labelsize=7)
     axis.set_xlabel("bits a weight in the layers, scales and offsets included")
-    axis.set_ylabel("KL to the source, nats")
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
-    axis.set_title(records[0]["switches"].get("model", ""))
-    figure.savefig(path, dpi=120)
 
 
 def main(arguments: list[str] | None = None) -> int:
