@@ -93,7 +93,8 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
     if note:
         say(note)
     _require_layout(checkpoint.config, recipe)
-    _require_room(options.target, _disk_bytes(checkpoint.config, plan, tuning))
+    texts = calibration.tokens.numel() + evaluation.tokens.numel()
+    _require_room(options.target, _disk_bytes(checkpoint.config, plan, tuning, texts))
     job = Job(checkpoint, options.source, recipe, calibration, evaluation, device, tuning=tuning)
     try:
         report = convert(job, options.target, progress, options.resume)
@@ -238,13 +239,14 @@ def _require_layout(config: ModelConfig, recipe: Recipe) -> None:
             raise refusal(f"--group {grid.group}", f"no GPU kernel for {slot.name}: {why}")
 
 
-def _disk_bytes(config: ModelConfig, plan: Plan, tuning: Tuning | None) -> int:
-    """Layers are kept beside the target until it is whole, and so are tuned ones; the state of a
-    tuning is there twice while it is replaced.
+def _disk_bytes(config: ModelConfig, plan: Plan, tuning: Tuning | None, tokens: int) -> int:
+    """Layers are kept beside the target until it is whole, and so are tuned ones; the hidden states
+    of the texts and the state of a tuning are there twice while they are replaced.
     """
+    states = 2 * tokens * 4 * config.hidden
     if tuning is None:
-        return 2 * plan.weights
-    return 3 * plan.weights + 2 * state_bytes(config, tuning)
+        return 2 * plan.weights + states
+    return 3 * plan.weights + states + 2 * state_bytes(config, tuning)
 
 
 def _require_room(target: Path, nbytes: int) -> None:

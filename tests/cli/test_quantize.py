@@ -13,6 +13,7 @@ from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
 from engine_actor.quant.plan import engine_bytes, make_plan
 from engine_actor.quant.recipe import fixed_recipe
+from engine_actor.quant.texts import token_rows
 from serve_app.cli import main
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the sun. " * 80
@@ -152,8 +153,11 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(source, capsys, monkeypa
 def test_a_disk_without_room_for_the_state_of_a_tuning_is_refused(source, capsys, monkeypatch):
     from engine_actor.quant import command
 
-    weights = make_plan(open_checkpoint(source).config, fixed_recipe("w4")).weights
-    free = type("Usage", (), {"free": 4 * weights})
+    config = open_checkpoint(source).config
+    weights = make_plan(config, fixed_recipe("w4")).weights
+    rows = token_rows(source.parent / "text.txt", "", source, 24).tokens
+    states = 2 * 2 * rows.numel() * 4 * config.hidden  # two texts, each there twice
+    free = type("Usage", (), {"free": 2 * weights + states})
     monkeypatch.setattr(command.shutil, "disk_usage", lambda _: free)
     assert convert(source, "out", "--tune-steps", "1") == 1
     assert "of disk are needed" in capsys.readouterr().err
