@@ -100,6 +100,23 @@ def port_is_free(port: int, host: str = "0.0.0.0") -> bool:
     return True
 
 
+@contextlib.contextmanager
+def claimed(port: int) -> Iterator[bool]:
+    """Whether nobody else has claimed the port; it is ours until the block ends, or this process.
+
+    A name in Linux's abstract namespace, which reaches as far as ports do; elsewhere always true.
+    """
+    with contextlib.ExitStack() as stack:
+        if sys.platform == "linux":
+            claim = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            try:
+                claim.bind(f"\0deepinfer-sm86 serves port {port}")
+            except OSError:
+                yield False
+                return
+        yield True
+
+
 def free_port() -> int:
     """A port nobody listens on now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

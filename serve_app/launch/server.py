@@ -24,6 +24,7 @@ from typing import Any
 
 from configs.load import environment
 from serve_app.launch.processes import (
+    claimed,
     end_session,
     free_port,
     interrupt,
@@ -77,7 +78,15 @@ class Server:
         self._was_ready = False  # from then on a dead engine is Serve's to restart, again and again
 
     def run(self) -> int:
-        """Serve until told to stop; returns the exit code."""
+        """Serve until told to stop; returns the exit code. Exits with one line where another server
+        is just being started on this port: HAProxy listens last, and beside any other.
+        """
+        with claimed(self._plan["port"]) as is_ours:
+            if not is_ours:
+                sys.exit(f"error: port {self._plan['port']}: another server is starting there")
+            return self._run()
+
+    def _run(self) -> int:
         for which in (signal.SIGINT, signal.SIGTERM):
             signal.signal(which, lambda *_: self._events.put("signal"))
         command = [str(Path(self._python).with_name("serve")), "run", self._plan["config"]]

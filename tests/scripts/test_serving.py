@@ -14,6 +14,7 @@ import pytest
 
 from bootstrap.serving import settings_of
 from serve_app.launch.processes import (
+    claimed,
     free_port,
     listener,
     port_is_free,
@@ -21,6 +22,7 @@ from serve_app.launch.processes import (
     session_members,
 )
 from serve_app.launch.server import (
+    Server,
     cluster_address,
     refuse_taken_port,
     server_environment,
@@ -183,6 +185,17 @@ def test_the_holder_of_a_port_is_named():
 def test_a_port_that_does_not_exist_is_refused_in_one_line(port):
     with pytest.raises(SystemExit, match=rf"error: port {port}: there are 1 to 65535"):
         refuse_taken_port(port)
+
+
+def test_two_servers_that_start_at_once_do_not_share_a_port():
+    """Before either listens: HAProxies would take the port together and deal requests out."""
+    plan = {"config": "x.yaml", "port": free_port(), "drain_s": 5, "model": "m", "weights": "w"}
+    with claimed(plan["port"]) as first, claimed(plan["port"]) as second:
+        assert (first, second) == (True, False)
+        with pytest.raises(SystemExit, match=rf"port {plan['port']}: another server is starting"):
+            Server(sys.executable, plan, {}).run()
+    with claimed(plan["port"]) as again:
+        assert again
 
 
 def test_who_began_the_holder_is_named_too(tmp_path, project_root):
