@@ -3,12 +3,13 @@
 
     scripts/bench_attention.py --output docs/results/attention.json --plot attention.png
 
-Every time is of launches captured in one CUDA graph, the combine of splits included. Caches are
-rotated so that what a launch reads is not left in L2 from the one before. The twin is torch's
-scaled_dot_product_attention over contiguous keys and values of the same sizes: it gathers nothing,
-so it is the kindest comparison. `decode_heads` is what a replayed decode step runs: rotation and
-the write of the new token included, the cache asked for before the launch ahead ends.
-`read_ceiling` is what a plain kernel reads of 2 GiB in this run.
+Every time is of launches captured in one CUDA graph, the combine of splits included; the graphs of
+a case take turns. Caches are rotated so that what a launch reads is not left in L2 from the one
+before. `decode_heads` is what a replayed decode step runs: rotation and the write of the new token
+included, the cache asked for before the launch ahead ends. `paged_decode` is attention alone. The
+twin is torch's scaled_dot_product_attention over contiguous keys and values of the same sizes: it
+gathers nothing, so it is the kindest comparison. `read_ceiling` is what a plain kernel reads of
+2 GiB in this run.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ from typing import Any
 
 import torch
 
+from kernels.attention.cuda import SHIPPED as PAGED
 from kernels.attention.cuda import CudaAttention, DecodeTensors, static_plan_cuda
+from kernels.attention.decode_heads import SHIPPED as FUSED
 from kernels.attention.decode_heads import DecodeHeads
 from kernels.jit.kernel import CudaSource
+from kernels.jit.shipped import compile_all
 from kernels.pack.int8_kv import Int8KV
-from results import make_record, make_row, write_record
+from kernels.spec.device import compute_capability
+from results import make_record, make_row, percentile, write_record
 
 HEAD_DIM, BLOCK_TOKENS = 128, 16
 ROTATED_BYTES = 256 << 20
 """What the launches of one graph read between two looks at the same cache; L2 holds 60 MiB."""
 GRAPH_SECONDS = 400e-6
 CEILING_BYTES = 2 << 30
+WARMUP = 2
 READER = """\
 extern "C" __global__ void read_all(const uint4* from, int* sink, int kibi_vectors) {
     size_t count = size_t(kibi_vectors) << 10, stride = size_t(gridDim.x) * blockDim.x * 8;
@@ -77,8 +83,11 @@ class Cell:
         return max(1, min(512, math.ceil(ROTATED_BYTES / self.kv_bytes)))
 
 
-def timed(launch: Callable[[int], None], sets: int, repeats: int) -> list[float]:
-    """Microseconds of one launch(i), i cycling over the sets, one value a graph replay."""
+Launch = Callable[[int], None]
+
+
+def captured(launch: Launch, sets: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of launch(i), i cycling over the sets, and how many they are."""
     for i in range(min(sets, 3)):
         launch(i)
     torch.cuda.synchronize()
@@ -92,14 +101,22 @@ def timed(launch: Callable[[int], None], sets: int, repeats: int) -> list[float]
     with torch.cuda.graph(graph):
         for i in range(count):
             launch(i % sets)
-    found = []
-    for _ in range(repeats + 2):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) * 1e3 / count)
-    return found[2:]
+    return graph, count
+
+
+def timed(launches: Sequence[Launch], sets: int, repeats: int) -> list[list[float]]:
+    """Microseconds of one launch, by contender; one value a graph replay."""
+    graphs = [captured(launch, sets) for launch in launches]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found: list[list[float]] = [[] for _ in graphs]
+    for _ in range(repeats + WARMUP):
+        for values, (graph, count) in zip(found, graphs, strict=True):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            values.append(start.elapsed_time(end) * 1e3 / count)
+    return [values[WARMUP:] for values in found]
 
 
 def read_ceiling(repeats: int) -> list[float]:
@@ -113,7 +130,8 @@ def read_ceiling(repeats: int) -> list[float]:
         grid = (torch.cuda.get_device_properties(0).multi_processor_count * 8, 1, 1)
         vectors = CEILING_BYTES // 16 >> 10
         kernel.load()
-        times = timed(lambda _: kernel.launch(grid, (256, 1, 1), data, sink, vectors), 1, repeats)
+        read = [lambda _: kernel.launch(grid, (256, 1, 1), data, sink, vectors)]
+        times = timed(read, 1, repeats)[0]
     return [CEILING_BYTES / time for time in times]
 
 
@@ -127,80 +145,72 @@ def random_cache(cell: Cell, blocks: int) -> torch.Tensor | Int8KV:
     return Int8KV(codes, scales)
 
 
-def ours(cell: Cell, repeats: int) -> list[float]:
-    """paged_decode.cu over scattered blocks. As in a model, one table and one length serve many
-    caches, each read once.
+def contenders(cell: Cell) -> dict[str, Launch]:
+    """By name. As in a model, one table and length serve many caches, each read once. The newest
+    token, which decode_heads writes, is the same one each time.
     """
-    attend, sets = CudaAttention(), cell.sets
-    caches = [random_cache(cell, cell.n_blocks) for _ in range(sets)]
-    table = torch.randperm(cell.n_blocks, device="cuda").int().view(cell.batch, -1)
-    lengths = torch.full((cell.batch,), cell.context, dtype=torch.int32, device="cuda")
-    step = DecodeTensors(table, lengths, None, cell.context)
-    q = torch.randn(cell.batch, cell.heads, HEAD_DIM, device="cuda").half() / HEAD_DIM**0.5
-    out = torch.empty(cell.batch, cell.heads * HEAD_DIM, dtype=q.dtype, device="cuda")
-    return timed(
-        lambda i: attend.decode(q, caches[i], step, out, BLOCK_TOKENS, None), sets, repeats
-    )
-
-
-def from_heads(cell: Cell, repeats: int) -> list[float]:
-    """decode_heads.cu over the same caches. It writes the newest token, the same one each time."""
-    sets = cell.sets
-    caches = [random_cache(cell, cell.n_blocks) for _ in range(sets)]
+    caches = [random_cache(cell, cell.n_blocks) for _ in range(cell.sets)]
     table = torch.randperm(cell.n_blocks, device="cuda").int().view(cell.batch, -1)
     lengths = torch.full((cell.batch,), cell.context, dtype=torch.int32, device="cuda")
     plan = static_plan_cuda(table, lengths, cell.context, BLOCK_TOKENS)
     cos, sin = torch.randn(2, cell.batch, 1, HEAD_DIM, device="cuda")
-    attend = DecodeHeads(cos, sin, plan, cell.heads, cell.kv_heads, HEAD_DIM**-0.5)
+    fused = DecodeHeads(cos, sin, plan, cell.heads, cell.kv_heads, HEAD_DIM**-0.5)
     rows = cell.heads + 2 * cell.kv_heads
     heads = torch.randn(cell.batch, rows, HEAD_DIM, device="cuda").half()
+    attend, step = CudaAttention(), DecodeTensors(table, lengths, None, cell.context)
+    q = torch.randn(cell.batch, cell.heads, HEAD_DIM, device="cuda").half() / HEAD_DIM**0.5
+    out = torch.empty(cell.batch, cell.heads * HEAD_DIM, dtype=q.dtype, device="cuda")
+    found: dict[str, Launch] = {
+        "decode_heads": lambda i: void(fused(heads, caches[i], None)),
+        "paged_decode": lambda i: attend.decode(q, caches[i], step, out, BLOCK_TOKENS, None),
+    }
+    return found | ({"torch_sdpa": torch_twin(cell)} if cell.kv == "fp16" else {})
 
-    def launch(i: int) -> None:
-        attend(heads, caches[i], None)
 
-    return timed(launch, sets, repeats)
+def void(_: object) -> None:
+    """For calls whose result nobody reads."""
 
 
-def torch_twin(cell: Cell, repeats: int) -> list[float]:
+def torch_twin(cell: Cell) -> Launch:
     """torch's SDPA, contiguous keys and values."""
-    sets = cell.sets
-    shape = (sets, 2, cell.batch, cell.kv_heads, cell.context, HEAD_DIM)
+    shape = (cell.sets, 2, cell.batch, cell.kv_heads, cell.context, HEAD_DIM)
     kv = torch.empty(shape, dtype=torch.float16, device="cuda").normal_()
     q = torch.randn(cell.batch, cell.heads, 1, HEAD_DIM, device="cuda").half()
     attend = torch.nn.functional.scaled_dot_product_attention
-
-    def launch(i: int) -> None:
-        attend(q, kv[i, 0], kv[i, 1], scale=HEAD_DIM**-0.5, enable_gqa=True)
-
-    return timed(launch, sets, repeats)
+    return lambda i: void(attend(q, kv[i, 0], kv[i, 1], scale=HEAD_DIM**-0.5, enable_gqa=True))
 
 
 def measure(cells: Sequence[Cell], repeats: int) -> list[dict[str, Any]]:
     """Rows of the record, and a line a cell on the way."""
+    needed = [each for each in (*PAGED, *FUSED) if each.defines["HEAD_DIM"] == HEAD_DIM]
+    compile_all(
+        [(each, compute_capability(torch.device("cuda", 0))) for each in needed], workers=12
+    )
     ceiling = read_ceiling(repeats)
-    rows = [make_row({"bytes": CEILING_BYTES}, "read_ceiling", "bytes/us", ceiling, 2)]
-    best = sorted(ceiling)[len(ceiling) // 2]
+    rows = [make_row({"bytes": CEILING_BYTES}, "read_ceiling", "bytes/us", ceiling, WARMUP)]
+    best = percentile(ceiling, 0.5)
     print(f"read ceiling {best / 1e6:.2f} TB/s")
-    fp16: dict[tuple[int, ...], float] = {}
+    fp16: dict[tuple[int, ...], dict[str, float]] = {}
     for cell in cells:
-        case = asdict(cell) | {"kv_bytes": cell.kv_bytes}
-        times, fused = ours(cell, repeats), from_heads(cell, repeats)
-        median = sorted(times)[len(times) // 2]
-        rows.append(make_row(case | {"way": "decode_heads"}, "time", "us", fused, 2))
-        rate = cell.kv_bytes / median
-        rows.append(make_row(case | {"way": "paged_decode"}, "time", "us", times, 2))
-        line = f"{cell.heads}/{cell.kv_heads} b{cell.batch:<3} ctx {cell.context:<6} {cell.kv}  "
-        line += f"from heads {sorted(fused)[len(fused) // 2]:8.2f} us  "
-        line += f"{median:8.2f} us  {rate / 1e6:5.2f} TB/s  {rate / best:4.0%}"
+        launches = contenders(cell)
+        times = dict(zip(launches, timed([*launches.values()], cell.sets, repeats), strict=True))
         place = (cell.heads, cell.kv_heads, cell.batch, cell.context)
+        medians = {way: percentile(values, 0.5) for way, values in times.items()}
+        line = f"{cell.heads}/{cell.kv_heads} b{cell.batch:<3} ctx {cell.context:<6} {cell.kv}"
+        for way, values in times.items():
+            case = asdict(cell) | {"kv_bytes": cell.kv_bytes, "way": way}
+            rates = [cell.kv_bytes / value for value in values]
+            rows.append(make_row(case, "time", "us", values, WARMUP))
+            rows.append(make_row(case, "read", "TB/s", [rate / 1e6 for rate in rates], WARMUP))
+            rows.append(make_row(case, "of_ceiling", "", [rate / best for rate in rates], WARMUP))
+            rate = cell.kv_bytes / medians[way]
+            line += f"  {way} {medians[way]:.2f} us {rate / 1e6:.2f} TB/s {rate / best:.0%}"
+            if way in fp16.get(place, {}):
+                line += f" {medians[way] / fp16[place][way]:.3f}x of fp16"
         if cell.kv == "fp16":
-            fp16[place] = median
-            twin = torch_twin(cell, repeats)
-            rows.append(make_row(case | {"way": "torch_sdpa"}, "time", "us", twin, 2))
-            line += f"  torch SDPA {sorted(twin)[len(twin) // 2]:8.2f} us"
-        elif place in fp16:
-            line += f"  {median / fp16[place]:4.2f}x of fp16"
+            fp16[place] = medians
         print(line, flush=True)
+        del launches
         torch.cuda.empty_cache()
     return rows
 
@@ -212,22 +222,19 @@ def plot(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    timed_rows = [row for row in record["rows"] if row["metric"] == "time"]
+    read_rows = [row for row in record["rows"] if row["metric"] == "read"]
     ceiling = next(row["median"] for row in record["rows"] if row["metric"] == "read_ceiling")
-    layouts = sorted({(row["case"]["heads"], row["case"]["kv_heads"]) for row in timed_rows})
+    layouts = sorted({(row["case"]["heads"], row["case"]["kv_heads"]) for row in read_rows})
     figure, axes = pyplot.subplots(
         1, len(layouts), figsize=(6 * len(layouts), 4), constrained_layout=True, squeeze=False
     )
     for axis, layout in zip(axes[0], layouts, strict=True):
         for index, (way, kv) in enumerate(
-            (("paged_decode", "fp16"), ("paged_decode", "int8"), ("torch_sdpa", "fp16"))
+            (("decode_heads", "fp16"), ("decode_heads", "int8"), ("torch_sdpa", "fp16"))
         ):
             found = [
-                (
-                    row["case"]["batch"] * row["case"]["context"],
-                    row["case"]["kv_bytes"] / row["median"] / 1e6,
-                )
-                for row in timed_rows
+                (row["case"]["batch"] * row["case"]["context"], row["median"])
+                for row in read_rows
                 if (row["case"]["heads"], row["case"]["kv_heads"]) == layout
                 and (row["case"]["way"], row["case"]["kv"]) == (way, kv)
             ]

@@ -3,6 +3,8 @@
 
     scripts/plot_prefill_gemm.py prefill-gemm.json --output prefill.svg --overlap overlap.svg
 
+Either picture may be left out.
+
 Needs matplotlib (extra `bench`). Measures nothing.
 """
 
@@ -119,11 +121,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("result", type=Path)
     parser.add_argument("--bits", type=int, choices=(3, 4), default=4)
-    parser.add_argument("--output", type=Path, required=True, help="TFLOP/s against rows")
+    parser.add_argument("--output", type=Path, help="TFLOP/s against rows")
     parser.add_argument("--overlap", type=Path, help="prefill beside decode")
     args = parser.parse_args(argv)
     record = json.loads(args.result.read_text(encoding="utf-8"))
-    plot_times(record, args.bits, args.output)
+    if args.output is not None:
+        plot_times(record, args.bits, args.output)
     if args.overlap is not None:
         plot_shares(record, args.overlap)
     return 0

@@ -29,6 +29,8 @@ HEAD_DIMS = (64, 96, 128)
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 PART_HEADER = 2 * HEADS_AT_ONCE
 """fp32 values in front of a split's sums: each head's highest score and its total."""
+ABSENT = -1
+"""In a word of partial sums, as an integer: nothing was left there yet (split_softmax.cuh)."""
 FEW_WARPS = 8
 WARPS = {16: 8, 8: 16}
 """Of a block that has a multiprocessor for itself, by bits of the cache: as many as the registers
@@ -85,27 +87,25 @@ class DecodeTensors:
     tables i32[B, width]; lengths i32[B], 0 for a padding row, whose output becomes zeros; rows
     i32[B] or None where sequence i is row i. longest: keys that any of them may have while these
     tensors live; it decides the split, so a graph captured at `longest` serves all shorter ones.
-    Use them once before a capture: that takes the kernels' room outside the graph's own memory.
+    Use them once before a capture: that takes the kernels' rooms outside the graph's own memory.
     """
 
     tables: torch.Tensor
     lengths: torch.Tensor
     rows: torch.Tensor | None
     longest: int
-    _room: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    rooms: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
-    def room(self, units: int, splits: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Partial sums and zeroed counters, shared by the layers, which run one after another."""
+    def room(self, units: int, splits: int, head_dim: int) -> torch.Tensor:
+        """Partial sums, all of them absent; the layers, which run one after another, share them."""
         key = (units, splits, head_dim)
-        if key not in self._room:
-            count = self.lengths.shape[0] * units
+        if key not in self.rooms:
             part = PART_HEADER + HEADS_AT_ONCE * head_dim
-            device = self.lengths.device
-            self._room[key] = (
-                torch.empty(count * splits * part if splits > 1 else 1, device=device),
-                torch.zeros(count, dtype=torch.int32, device=device),
+            words = self.lengths.shape[0] * units * splits * part if splits > 1 else 1
+            self.rooms[key] = torch.full(
+                (words,), ABSENT, dtype=torch.int32, device=self.lengths.device
             )
-        return self._room[key]
+        return self.rooms[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,8 @@ def split_of(tiles: int, units: int, multiprocessors: int, kv_bits: int) -> Spli
     """
     wide = _fair(tiles, units, multiprocessors)
     if wide >= LONG_SHARE:
-        return Split(wide, WARPS[kv_bits])
+        # Where not all can begin at once anyway, two small blocks share a multiprocessor.
+        return Split(wide, WARPS[kv_bits] if units <= multiprocessors else FEW_WARPS)
     if tiles <= WHOLE:
         return Split(tiles, FEW_WARPS)
     places = multiprocessors * WARPS[kv_bits] // FEW_WARPS
@@ -270,7 +271,7 @@ class CudaAttention:
         most = tiles_of(step.longest, window)
         split = split or split_of(most, units * count, self._processors(q.device), bits)
         splits = -(-most // split.tiles)
-        partial, counters = step.room(units, splits, head_dim)
+        partial = step.room(units, splits, head_dim)
         kernel = _kernel(head_dim, bits, DTYPES[q.dtype], block_tokens, split.warps)
         kernel.launch(
             (units, splits, count),
@@ -283,7 +284,6 @@ class CudaAttention:
             step.rows,
             out,
             partial,
-            counters,
             kv_heads,
             group,
             step.tables.shape[1],

@@ -19,12 +19,11 @@
 #include "paged_stream.cuh"
 
 constexpr int NEW_HEADS = HEADS + 2;  // of a block: its queries, the key, the value
-constexpr int STAGED_PITCH = HEAD_DIM + 8;
 constexpr int AHEAD = 3;  // tiles of a warp that are on their way early, the first in registers
 static_assert(NEW_HEADS * LANES <= WARPS * 32, "eight lanes for each new head");
 
 struct Staged {  // in shared memory, between the threads that rotate and the warps that attend
-    element queries[HEADS][STAGED_PITCH];
+    Queries queries;
     __align__(16) char token[2][HEAD_DIM * VALUE_BYTES];  // the new key and value
     unsigned scales;
 };
@@ -33,6 +32,17 @@ struct Norms {
     const float *query, *key;
     float eps;
 };
+
+__device__ __forceinline__ void put_query(const Head& head, Queries& queries, int unit, int lane) {
+    float inverse = 1.f;
+    if constexpr (KV_BITS == 8) {
+        const float largest = largest_of_lanes(head.largest());
+        inverse = Queries::inverse_of(largest);
+        if (lane == 0) queries.units[unit] = largest / Queries::LARGEST;
+    }
+    queries.put(unit, lane * MINE, head.first, inverse);
+    queries.put(unit, HALF + lane * MINE, head.second, inverse);
+}
 
 // Head `unit` of the block, lane by lane: a query (below HEADS), the key or the value.
 __device__ __forceinline__ void take_head(const element* from, int unit, const Angles& angles,
@@ -47,7 +57,7 @@ __device__ __forceinline__ void take_head(const element* from, int unit, const A
         head.rotate(angles, which < 0 ? query_scale : 1.f);
     }
     if (which < 0) {
-        head.store(staged.queries[unit], lane);
+        put_query(head, staged.queries, unit, lane);
         return;
     }
 #if KV_BITS == 16
@@ -76,9 +86,8 @@ __device__ __forceinline__ void keep_token(const Staged& staged, const Cache& ca
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 decode_heads(const element* heads, const float* cos, const float* sin, const float* q_norm,
              const float* k_norm, char* kv, unsigned* scales, const int* tables,
-             const int* lengths, const int* rows, element* out, Part* partial, unsigned* counters,
-             int kv_heads, int group, int table_width, int least, int window, float query_scale,
-             float eps) {
+             const int* lengths, const int* rows, element* out, Part* partial, int kv_heads,
+             int group, int table_width, int least, int window, float query_scale, float eps) {
     extern __shared__ __align__(16) float sums[];  // [WARPS][SUMS]
     __shared__ Staged staged;
     allow_next();
@@ -93,19 +102,21 @@ decode_heads(const element* heads, const float* cos, const float* sin, const flo
     if (first >= last && blockIdx.y > 0) return;
 
     const int* table = tables + size_t(sequence) * table_width;
-    const size_t token_bytes = size_t(2) * kv_heads * HEAD_DIM * VALUE_BYTES;
+    const unsigned token_bytes = 2 * kv_heads * HEAD_DIM * VALUE_BYTES;
     char* mine = kv + size_t(kv_head) * HEAD_DIM * VALUE_BYTES;
     const Cache cache = {mine, scales + kv_head, table, token_bytes, kv_heads};
     const int tile = first + warp;
     const int blocks = tile + lane * WARPS < last ? cache.block_of(tile + lane * WARPS) : 0;
     Held held;
+    held.begin(cache, row, pair);
     if (tile < last) {
-        const size_t slot = cache.slot(__shfl_sync(~0u, blocks, 0), tile);
-        held.ask_keys(cache, slot, row, pair);
-        held.ask_values(cache, slot, row, pair);
+        const unsigned slot = cache.slot(__shfl_sync(~0u, blocks, 0), tile);
+        held.ask_keys(cache, slot);
+        held.ask_values(cache, slot);
     }
     if (blockIdx.x == 0 && lane > 0 && lane < AHEAD && tile + lane * WARPS < last) {  // all KV heads
-        prefetch(kv + cache.slot(blocks, tile + lane * WARPS) * token_bytes, int(TILE * token_bytes));
+        const size_t slot = cache.slot(blocks, tile + lane * WARPS);
+        prefetch(kv + slot * token_bytes, int(TILE * token_bytes));
     }
     const int unit = threadIdx.x / LANES;
     const bool is_newest = length > 0 && last == end;
@@ -113,13 +124,10 @@ decode_heads(const element* heads, const float* cos, const float* sin, const flo
     const bool takes = unit < HEADS ? unit < queries : unit < NEW_HEADS && is_newest;
     const int at_row = rows == nullptr ? sequence : __ldcg(rows + sequence);
     const int first_head = kv_head * group + head_tile * HEADS;
+    staged.queries.clear(WARPS * 32);  // heads that are not there stay zero
+    __syncthreads();
     wait_for_previous();
 
-    if (unit < HEADS && unit >= queries) {  // a head that is not there
-        const int at = threadIdx.x % LANES * (HEAD_DIM / LANES);
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / LANES; ++i) staged.queries[unit][at + i] = to_element(0.f);
-    }
     if (takes) {
         Angles angles;
         const size_t angle = size_t(at_row) * HEAD_DIM;
@@ -131,15 +139,11 @@ decode_heads(const element* heads, const float* cos, const float* sin, const flo
     }
     __syncthreads();
     if (is_newest && head_tile == 0) keep_token(staged, cache, mine, scales + kv_head, length - 1);
-    // Queries stay in shared memory: their registers would keep the kernels around from running beside.
-    const auto query = [&](int step, unsigned (&b)[2]) {
-        query_fragment(staged.queries[row], pair, step, b);
-    };
     Online state;
     const Fresh fresh = {staged.token[0], staged.token[1], &staged.scales,
                          is_newest ? end - 1 : -1, (length - 1) % TILE};
-    attend<true>(cache, query, tile, last, low, length, blocks, fresh, held, state);
+    attend<true>(cache, staged.queries, tile, last, low, length, blocks, fresh, held, state);
     const int parts = max(1, (end - begin + each - 1) / each);
-    finish(state, sums, partial, counters, parts, queries, length == 0,
+    finish(state, min(WARPS, last - first), sums, partial, parts, queries,
            out + (size_t(at_row) * kv_heads * group + first_head) * HEAD_DIM);
 }

@@ -121,7 +121,7 @@ class DecodeHeads:
         count, units = step.lengths.shape[0], self._units
         split = split_of(self._tiles, units * count, self._multiprocessors, bits)
         splits = -(-self._tiles // split.tiles)
-        partial, counters = step.room(units, splits, head_dim)
+        partial = step.room(units, splits, head_dim)
         width = self._queries * head_dim
         out = torch.empty(heads.shape[0], width, dtype=dtype, device=heads.device)
         has_norms = int(norms is not None)
@@ -139,7 +139,6 @@ class DecodeHeads:
             step.rows,
             out,
             partial,
-            counters,
             self._kv_heads,
             self._queries // self._kv_heads,
             step.tables.shape[1],

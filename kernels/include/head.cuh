@@ -106,31 +106,39 @@ struct Head {
         }
     }
 
-    // code = round(value * (1 / scale)), scale = largest / 127 as the half that a reader will use.
-    __device__ __forceinline__ void store_codes(signed char* codes, __half* scale, int lane) const {
-        float largest = 0.f;
+    // Of this lane's values, without their signs.
+    __device__ __forceinline__ float largest() const {
+        float most = 0.f;
 #pragma unroll
         for (int i = 0; i < MINE; ++i) {
-            largest = fmaxf(largest, fmaxf(fabsf(first[i]), fabsf(second[i])));
+            most = fmaxf(most, fmaxf(fabsf(first[i]), fabsf(second[i])));
         }
-        const __half step = __float2half_rn(__fdiv_rn(largest_of_lanes(largest), LARGEST_CODE));
+        return most;
+    }
+
+    // code = round(value * (1 / scale)), scale = largest / 127 as the half that a reader will use.
+    __device__ __forceinline__ void store_codes(signed char* codes, __half* scale, int lane) const {
+        const float most = largest_of_lanes(largest());
+        const __half step = __float2half_rn(__fdiv_rn(most, LARGEST_CODE));
         const float wide = __half2float(step);
         const float inverse = wide > 0.f ? __frcp_rn(wide) : 0.f;
         if (lane == 0) *scale = step;
 #pragma unroll
         for (int i = 0; i < MINE; i += 2) {
-            store_pair(codes + lane * MINE + i, code(first[i], inverse), code(first[i + 1], inverse));
-            store_pair(codes + HALF + lane * MINE + i, code(second[i], inverse),
-                       code(second[i + 1], inverse));
+            unsigned short* to = reinterpret_cast<unsigned short*>(codes + lane * MINE + i);
+            to[0] = pair_of(first[i], first[i + 1], inverse);
+            to[HALF / 2] = pair_of(second[i], second[i + 1], inverse);
         }
     }
 
-    static __device__ __forceinline__ void store_pair(signed char* to, int low, int high) {
-        *reinterpret_cast<unsigned short*>(to) = (low & 0xff) | (high & 0xff) << 8;
+    // Two codes of a byte each. Rounded to the nearest, ties to even: 1.5 * 2^23 leaves no room behind
+    // the point.
+    static __device__ __forceinline__ unsigned short pair_of(float low, float high, float inverse) {
+        return __byte_perm(code(low, inverse), code(high, inverse), 0x40);
     }
 
-    static __device__ __forceinline__ int code(float value, float inverse) {
-        const float near = rintf(__fmul_rn(value, inverse));
-        return int(fminf(fmaxf(near, -LARGEST_CODE), LARGEST_CODE));
+    static __device__ __forceinline__ unsigned code(float value, float inverse) {
+        const float near = fminf(fmaxf(__fmul_rn(value, inverse), -LARGEST_CODE), LARGEST_CODE);
+        return __float_as_uint(__fadd_rn(near, 12582912.f));
     }
 };

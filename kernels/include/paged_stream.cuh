@@ -13,48 +13,50 @@ struct Cache {  // one sequence's view of one layer, for one KV head
     const char* keys;
     const unsigned* scales;
     const int* table;
-    size_t token_bytes;
+    unsigned token_bytes;
     int kv_heads;
 
-    __device__ __forceinline__ size_t slot(int block, int tile) const {
-        return size_t(block) * BLOCK_TOKENS + tile % TILES_PER_BLOCK * TILE;
+    __device__ __forceinline__ unsigned slot(int block, int tile) const {
+        return block * BLOCK_TOKENS + tile % TILES_PER_BLOCK * TILE;
     }
     __device__ __forceinline__ int block_of(int tile) const {
         return __ldcg(table + tile / TILES_PER_BLOCK);
+    }
+    __device__ __forceinline__ const char* at(unsigned slot) const {
+        return keys + size_t(slot) * token_bytes;
     }
     // Bring a warp's first tile nearer, all KV heads of it, while an earlier kernel still runs. Length
     // and table may be those of an earlier step then; what is right is read again (past L1) later.
     __device__ __forceinline__ void expect(int tile, int length, int kv_head) const {
         if (tile * TILE >= length || kv_head > 0 || threadIdx.x % 32 > 0) return;
-        prefetch(keys + slot(block_of(tile), tile) * token_bytes, int(TILE * token_bytes));
+        prefetch(at(slot(block_of(tile), tile)), int(TILE * token_bytes));
     }
 };
 
-struct Scales {  // of tokens row and row + 8: a key's and its value's in one word
-    unsigned both[2];
+struct Scales {  // of a lane's four tokens (ValueTile::token): a key's and its value's in one word
+    unsigned both[4];
 
-    __device__ __forceinline__ void load(const Cache& cache, size_t slot, int row) {
+    __device__ __forceinline__ void load(const unsigned* from, int kv_heads) {
         if constexpr (KV_BITS == 8) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                load_once<4>(cache.scales + (slot + row + 8 * half) * cache.kv_heads, &both[half]);
-            }
+            for (int i = 0; i < 4; ++i) load_once<4>(from + ValueTile::token(0, i) * kv_heads, &both[i]);
         }
     }
-    __device__ __forceinline__ void put(unsigned fresh, int at, int row) {
+    __device__ __forceinline__ void put(unsigned fresh, int at, int pair) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (KV_BITS == 8 && row + 8 * half == at) both[half] = fresh;
+        for (int i = 0; i < 4; ++i) {
+            if (KV_BITS == 8 && ValueTile::token(pair, i) == at) both[i] = fresh;
         }
     }
     // What turns a raw score into a power of two's exponent, and what a probability carries along.
-    __device__ __forceinline__ void factors(float (&unit)[2], float (&lift)[2]) const {
+    // unit: of the query's codes.
+    __device__ __forceinline__ void factors(float unit, float (&raise)[4], float (&lift)[4]) const {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            unit[half] = LOG2E, lift[half] = SCALE_LIFT;
+        for (int i = 0; i < 4; ++i) {
+            raise[i] = unit, lift[i] = SCALE_LIFT;
             if constexpr (KV_BITS == 8) {
-                const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&both[half]));
-                unit[half] *= scale.x, lift[half] *= scale.y;
+                const float2 scale = __half22float2(*reinterpret_cast<const __half2*>(&both[i]));
+                raise[i] *= scale.x, lift[i] *= scale.y;
             }
         }
     }
@@ -68,78 +70,79 @@ struct Fresh {
     int tile, at;
 };
 
-// What a warp has asked for of one tile.
+// What a warp has asked for of one tile, and where this lane's shares of a cache begin.
 struct Held {
     KeyTile keys;
     ValueTile values;
     Scales scales;
+    const char *first_key, *first_value;
+    const unsigned* first_scale;
 
-    __device__ __forceinline__ void ask_keys(const Cache& cache, size_t slot, int row, int pair) {
-        keys.load(cache.keys + slot * cache.token_bytes, cache.token_bytes, row, pair);
-        scales.load(cache, slot, row);
+    __device__ __forceinline__ void begin(const Cache& cache, int row, int pair) {
+        const unsigned bytes = cache.token_bytes;
+        first_key = cache.keys + KeyTile::begin(bytes, row, pair);
+        first_value = cache.keys + bytes / 2 + ValueTile::begin(bytes, row, pair);
+        first_scale = cache.scales + 2 * pair * cache.kv_heads;
     }
-    __device__ __forceinline__ void ask_values(const Cache& cache, size_t slot, int row, int pair) {
-        values.load(cache.keys + slot * cache.token_bytes + cache.token_bytes / 2,
-                    cache.token_bytes, row, pair);
+    __device__ __forceinline__ void ask_keys(const Cache& cache, unsigned slot) {
+        keys.load(first_key + size_t(slot) * cache.token_bytes, cache.token_bytes);
+        scales.load(first_scale + size_t(slot) * unsigned(cache.kv_heads), cache.kv_heads);
+    }
+    __device__ __forceinline__ void ask_values(const Cache& cache, unsigned slot) {
+        values.load(first_value + size_t(slot) * cache.token_bytes, cache.token_bytes);
     }
 };
 
 // Attend tiles first, first + WARPS, ... below `last`, of which tokens low..high - 1 count. blocks:
-// of this lane's tile, first + lane * WARPS. held: tile `first`, asked for. query(step, b): the
-// fragment of a k step.
-template <bool HAS_FRESH, typename Query>
-__device__ __forceinline__ void attend(const Cache& cache, const Query& query, int first, int last,
-                                       int low, int high, int blocks, const Fresh& fresh,
+// of this lane's tile, first + lane * WARPS. held: tile `first`, asked for.
+template <bool HAS_FRESH>
+__device__ __forceinline__ void attend(const Cache& cache, const Queries& queries, int first,
+                                       int last, int low, int high, int blocks, const Fresh& fresh,
                                        Held& held, Online& state) {
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
+    const float query_unit = KV_BITS == 8 ? queries.units[row] * LOG2E : LOG2E;
     int round = 0;
-    size_t slot = 0;
+    unsigned slot = 0;
     for (int tile = first; tile < last; tile += WARPS) {
         const int next = tile + WARPS, start = tile * TILE;
-        float scores[4] = {}, unit[2], lift[2];
         if (HAS_FRESH && tile == fresh.tile) {
             held.keys.put(fresh.key, fresh.at, row, pair);
-            if (KV_BITS == 8) held.scales.put(*fresh.scales, fresh.at, row);
+            if (KV_BITS == 8) held.scales.put(*fresh.scales, fresh.at, pair);
         }
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            unsigned a[4], b[2];
-            held.keys.fragment(step, a);
-            query(step, b);
-            mma_cached(scores, a, b);
-        }
-        held.scales.factors(unit, lift);
+        float scores[4], raise[4], lift[4];
+        multiply_keys(queries, held.keys, scores);
+        held.scales.factors(query_unit, raise, lift);
         if (next < last) {
             if (++round % 32 == 0) {
                 const int mine = next + lane * WARPS;
                 blocks = mine < last ? cache.block_of(mine) : 0;
             }
             slot = cache.slot(__shfl_sync(~0u, blocks, round % 32), next);
-            held.ask_keys(cache, slot, row, pair);
+            held.ask_keys(cache, slot);
         }
-        const bool whole = start >= low && start + TILE <= high;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int token = start + row + 8 * (i / 2);
-            scores[i] = whole || (token >= low && token < high) ? scores[i] * unit[i / 2] : LOWEST;
-        }
+        for (int i = 0; i < 4; ++i) scores[i] *= raise[i];
         if (HAS_FRESH && tile == fresh.tile) held.values.put(fresh.value, fresh.at, row, pair);
-        if (!whole) {
-            held.values.clear_outside(pair, low - start, high - start);
+        if (start < low || start + TILE > high) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int token = start + row + 8 * half;
-                if (token < low || token >= high) lift[half] = 0.f;
+            for (int i = 0; i < 4; ++i) {
+                const int token = start + ValueTile::token(pair, i);
+                if (token >= low && token < high) continue;
+                scores[i] = LOWEST, lift[i] = 0.f;
+                held.values.clear(i);
             }
         }
         unsigned b[2];
-        soften(scores, lift, state, b);
+        soften(scores, lift, state, pair, b);
 #pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            unsigned a[4];
-            held.values.fragment(i, a);
-            mma_cached(state.out[i], a, b);
+        for (int w = 0; w < LANE_BYTES / 4; ++w) {
+            unsigned a[PER_WORD / 2][4];
+            held.values.fragments(w, a);
+#pragma unroll
+            for (int i = 0; i < PER_WORD / 2; ++i) {
+                mma_cached(state.out[w * PER_WORD / 2 + i], a[i], b);
+            }
         }
-        if (next < last) held.ask_values(cache, slot, row, pair);
+        if (next < last) held.ask_values(cache, slot);
     }
 }

@@ -11,10 +11,10 @@ constexpr float LOWEST = -1e30f;  // finite: the difference of two of them is 0,
 // scale would be a subnormal half.
 constexpr float SCALE_LIFT = KV_BITS == 8 ? 64.f : 1.f;
 
-struct Online {  // of the two heads 2 * pair and 2 * pair + 1
-    float highest[2] = {LOWEST, LOWEST};
-    float total[2] = {0.f, 0.f};  // this lane's tokens only, until the end
-    float out[STEPS][4] = {};     // rows: values i and i + DIMS / 2; columns: the two heads
+struct Online {  // a warp's sums: of head `row` the first two, of heads 2 * pair and 2 * pair + 1 the last
+    float highest = LOWEST;
+    float total = 0.f;         // this lane's tokens only, until the end
+    float out[STEPS][4] = {};  // rows: values 2 * i and 2 * i + 1; columns: the two heads
 };
 
 // One instruction; exp2f() would scale around subnormal results, which vanish here anyway.
@@ -24,41 +24,50 @@ __device__ __forceinline__ float power_of_two(float x) {
     return y;
 }
 
-__device__ __forceinline__ float highest_of_rows(float x) {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+__device__ __forceinline__ float highest_of_pairs(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float sum_of_pairs(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Of this lane's group of `lanes`, a power of two.
+__device__ __forceinline__ float highest_of_lanes(float x, int lanes) {
+    for (int step = lanes / 2; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
     return x;
 }
 
-__device__ __forceinline__ float sum_of_rows(float x) {
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+__device__ __forceinline__ float sum_of_lanes(float x, int lanes) {
+    for (int step = lanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
     return x;
 }
 
-// scores: c of the first product, times log2(e); becomes b of the second.
-__device__ __forceinline__ void soften(float (&scores)[4], const float (&lift)[2], Online& state,
-                                       unsigned (&b)[2]) {
-    float shrink[2];
-#pragma unroll
-    for (int head = 0; head < 2; ++head) {
-        const float here = highest_of_rows(fmaxf(scores[head], scores[head + 2]));
-        const float highest = fmaxf(state.highest[head], here);
-        shrink[head] = power_of_two(state.highest[head] - highest);
-        state.highest[head] = highest;
-        scores[head] = power_of_two(scores[head] - highest);
-        scores[head + 2] = power_of_two(scores[head + 2] - highest);
-        state.total[head] = state.total[head] * shrink[head] + scores[head] + scores[head + 2];
-    }
-    if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
+// scores: of this lane's head and tokens, times log2(e); becomes b of the second product.
+__device__ __forceinline__ void soften(float (&scores)[4], const float (&lift)[4], Online& state,
+                                       int pair, unsigned (&b)[2]) {
+    const float here = fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
+    // Most tiles raise no highest score; then there is nothing to agree on.
+    if (__any_sync(~0u, here > state.highest)) {
+        const float highest = fmaxf(state.highest, highest_of_pairs(here));
+        const float shrink = power_of_two(state.highest - highest);
+        state.highest = highest;
+        state.total *= shrink;
+        const float first = __shfl_sync(~0u, shrink, 8 * pair);
+        const float second = __shfl_sync(~0u, shrink, 8 * pair + 4);
 #pragma unroll
         for (int i = 0; i < STEPS; ++i) {
-            state.out[i][0] *= shrink[0], state.out[i][1] *= shrink[1];
-            state.out[i][2] *= shrink[0], state.out[i][3] *= shrink[1];
+            state.out[i][0] *= first, state.out[i][1] *= second;
+            state.out[i][2] *= first, state.out[i][3] *= second;
         }
     }
-    b[0] = transpose_tile(operand_pair(scores[0] * lift[0], scores[1] * lift[0]));
-    b[1] = transpose_tile(operand_pair(scores[2] * lift[1], scores[3] * lift[1]));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[i] = power_of_two(scores[i] - state.highest);
+    state.total += (scores[0] + scores[1]) + (scores[2] + scores[3]);
+    b[0] = operand_pair(scores[0] * lift[0], scores[1] * lift[1]);
+    b[1] = operand_pair(scores[2] * lift[2], scores[3] * lift[3]);
 }
 
 // A warp's sums in shared memory, [dim][head]; a gap behind every eight dims keeps the lanes of one
@@ -86,30 +95,33 @@ struct Heights {  // of a block's warps and heads: the highest score, and the to
     }
 };
 
-// Bring the warps' sums and totals to the block's highest scores; the sums into sums[warp].
-__device__ __forceinline__ void join_warps(const Online& state, float* sums, Heights& heights) {
+// Bring the warps' sums and totals to the block's highest scores; the sums of the first `active` warps,
+// which had tiles, into sums[warp].
+__device__ __forceinline__ void join_warps(const Online& state, int active, float* sums,
+                                           Heights& heights) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, pair = lane % 4;
-    float total[2];
-#pragma unroll
-    for (int head = 0; head < 2; ++head) {
-        if (row == 0) heights.highest[warp][2 * pair + head] = state.highest[head];
-        total[head] = sum_of_rows(state.total[head]);
-    }
+    const float total = sum_of_pairs(state.total);
+    if (pair == 0) heights.highest[warp][row] = state.highest;
     __syncthreads();
-    float shrink[2];
-#pragma unroll
-    for (int head = 0; head < 2; ++head) {
-        shrink[head] = power_of_two(state.highest[head] - heights.highest_of(2 * pair + head));
-        if (row == 0) heights.total[warp][2 * pair + head] = total[head] * shrink[head];
+    if (pair == 0) {
+        heights.total[warp][row] = total * power_of_two(state.highest - heights.highest_of(row));
     }
-    float* mine = sums + warp * SUMS;
+    if (warp < active) {
+        float shrink[2];
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-        const float* out = state.out[i];
-        *reinterpret_cast<float2*>(mine + sum_at(value_dim(row, i), 2 * pair)) =
-            make_float2(out[0] * shrink[0], out[1] * shrink[1]);
-        *reinterpret_cast<float2*>(mine + sum_at(value_dim(row, i + DIMS / 2), 2 * pair)) =
-            make_float2(out[2] * shrink[0], out[3] * shrink[1]);
+        for (int head = 0; head < 2; ++head) {
+            const int of = 2 * pair + head;
+            shrink[head] = power_of_two(heights.highest[warp][of] - heights.highest_of(of));
+        }
+        float* mine = sums + warp * SUMS;
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const float* out = state.out[i];
+            *reinterpret_cast<float2*>(mine + sum_at(value_dim(row, 2 * i), 2 * pair)) =
+                make_float2(out[0] * shrink[0], out[1] * shrink[1]);
+            *reinterpret_cast<float2*>(mine + sum_at(value_dim(row, 2 * i + 1), 2 * pair)) =
+                make_float2(out[2] * shrink[0], out[3] * shrink[1]);
+        }
     }
     __syncthreads();
 }
@@ -128,114 +140,187 @@ __device__ __forceinline__ void store_heads(element* out, float4 sum, int first,
 }
 
 struct Part {  // what one split leaves behind for one (sequence, head tile)
-    float highest[HEADS], total[HEADS], sums[HEAD_DIM][HEADS];
+    float2 heights[HEADS];  // the highest score, and the total
+    float4 sums[HEADS / 4][HEAD_DIM];  // four heads each
 };
 
-// `parts` splits into one output, by the whole block and in the splits' order, so with equal bits
-// each time. weights: shared memory, [2][parts][HEADS].
-__device__ __forceinline__ void join_splits(const Part* part, int parts, int heads, float* weights,
-                                            element* out) {
-    constexpr int AT_ONCE = 8, EACH = HEAD_DIM * HEADS / 4;
-    const int lane = threadIdx.x % 32;
-    const auto sums_of = [&](int s, int i) {
-        const float* at = &part[min(s, parts - 1)].sums[i % HEAD_DIM][i / HEAD_DIM * 4];
-        return __ldcg(reinterpret_cast<const float4*>(at));
-    };
-    float4 got[AT_ONCE];  // the first ones are on their way while the heights come in
-    const int begin = min(int(threadIdx.x), EACH - 1);
+// A word of a Part that its split has not left yet: a NaN that no arithmetic makes. So every word says
+// for itself whether it is there, and neither fence nor counter stands between who leaves and who takes.
+constexpr unsigned ABSENT = 0xffffffff;
+
+__device__ __forceinline__ unsigned present(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return bits == ABSENT ? 0x7fffffff : bits;
+}
+
+__device__ __forceinline__ void leave(float2* to, float2 x) {
+    asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(present(x.x)),
+                 "r"(present(x.y)) : "memory");
+}
+
+__device__ __forceinline__ void leave(float4* to, float4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(present(x.x)),
+                 "r"(present(x.y)), "r"(present(x.z)), "r"(present(x.w)) : "memory");
+}
+
+__device__ __forceinline__ uint2 look(const float2* at) {
+    uint2 got;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0,%1}, [%2];"
+                 : "=r"(got.x), "=r"(got.y) : "l"(at) : "memory");
+    return got;
+}
+
+__device__ __forceinline__ uint4 look(const float4* at) {
+    uint4 got;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(got.x), "=r"(got.y), "=r"(got.z), "=r"(got.w) : "l"(at) : "memory");
+    return got;
+}
+
+__device__ __forceinline__ bool is_absent(uint2 x) { return x.x == ABSENT || x.y == ABSENT; }
+
+__device__ __forceinline__ bool is_absent(uint4 x) {
+    return x.x == ABSENT || x.y == ABSENT || x.z == ABSENT || x.w == ABSENT;
+}
+
+// What a lane has asked for of the splits of a unit. All that is missing is asked for again at once:
+// one after another, each would wait for a round trip of its own.
+struct Arrivals {
+    static constexpr int AT_ONCE = 8;
+    uint4 sums[AT_ONCE];
+    uint2 height;
+
+    // of(s): where this thread's sums of split s lie; splits first..last - 1, if it adds at all; and the
+    // height at `at`, if any.
+    template <typename Of>
+    __device__ __forceinline__ void wait(const Of& of, int first, int last, const float2* at) {
+        height = at == nullptr ? make_uint2(0, 0) : make_uint2(ABSENT, ABSENT);
 #pragma unroll
-    for (int s = 0; s < AT_ONCE; ++s) got[s] = sums_of(s, begin);
+        for (int s = 0; s < AT_ONCE; ++s) {
+            sums[s] = first + s < last ? make_uint4(ABSENT, 0, 0, 0) : make_uint4(0, 0, 0, 0);
+        }
+        bool misses = true;
+        while (misses) {
+            if (is_absent(height)) height = look(at);
+#pragma unroll
+            for (int s = 0; s < AT_ONCE; ++s) {
+                if (is_absent(sums[s])) sums[s] = look(of(first + s));
+            }
+            misses = is_absent(height);
+#pragma unroll
+            for (int s = 0; s < AT_ONCE; ++s) misses |= is_absent(sums[s]);
+        }
+    }
+};
+
+// The weights of a unit's splits by their heights, for the whole block: weights[split][HEADS]. Of head
+// `warp`: own is the height of the last split, which is this block, came that of split `lane`.
+__device__ __forceinline__ void weigh_splits(Part* part, int parts, float2 own, uint2 came,
+                                             float* weights) {
+    const int lane = threadIdx.x % 32, head = threadIdx.x / 32, lanes = parts > 8 ? 32 : 8;
     float* totals = weights + parts * HEADS;
-    for (int head = threadIdx.x / 32; head < HEADS; head += WARPS) {
-        float most = LOWEST, total = 0.f;
-        for (int s = lane; s < parts; s += 32) {
-            const float high = __ldcg(&part[s].highest[head]);
-            totals[s * HEADS + head] = __ldcg(&part[s].total[head]);
+    if (head < HEADS) {
+        float most = own.x, total = 0.f;
+        if (lane == 0) {
+            weights[(parts - 1) * HEADS + head] = own.x;
+            totals[(parts - 1) * HEADS + head] = own.y;
+        }
+        for (int s = lane; s < parts - 1; s += 32) {
+            float2* at = &part[s].heights[head];
+            uint2 got = came;
+            if (s >= 32) got = look(at);
+            while (is_absent(got)) got = look(at);
+            *at = make_float2(__uint_as_float(ABSENT), __uint_as_float(ABSENT));
+            const float high = __uint_as_float(got.x);
+            totals[s * HEADS + head] = __uint_as_float(got.y);
             weights[s * HEADS + head] = high;
             most = fmaxf(most, high);
         }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) {
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        }
+        __syncwarp();
+        most = highest_of_lanes(most, lanes);
         for (int s = lane; s < parts; s += 32) {
             const float weight = power_of_two(weights[s * HEADS + head] - most);
             weights[s * HEADS + head] = weight;
             total += totals[s * HEADS + head] * weight;
         }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-        const float share = __fdividef(1.f, total * SCALE_LIFT);
+        const float share = __fdividef(1.f, sum_of_lanes(total, lanes) * SCALE_LIFT);
         for (int s = lane; s < parts; s += 32) weights[s * HEADS + head] *= share;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < EACH; i += WARPS * 32) {
-        const int quad = i / HEAD_DIM * 4;
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int first = 0; first < parts; first += AT_ONCE) {
-            if (first > 0 || i != threadIdx.x) {
-#pragma unroll
-                for (int s = 0; s < AT_ONCE; ++s) got[s] = sums_of(first + s, i);
-            }
-#pragma unroll
-            for (int s = 0; s < AT_ONCE; ++s) {
-                if (first + s >= parts) break;
-                const float* by = weights + (first + s) * HEADS + quad;
-                add_scaled(sum, got[s], *reinterpret_cast<const float4*>(by));
-            }
-        }
-        store_heads(out + quad * HEAD_DIM + i % HEAD_DIM, sum, quad, heads);
-    }
 }
 
-// Warps to a block, blocks to a sequence: the block's share of `parts` goes to `out` [heads,
-// HEAD_DIM] where it is the only one, else into `partial`, and the last block of a sequence to
-// finish, by a counter that it sets back to zero, adds all of them up. is_empty: no key is attended.
-// grid (units, splits, sequences). sums: shared memory, [WARPS][SUMS].
-__device__ __forceinline__ void finish(const Online& state, float* sums, Part* partial,
-                                       unsigned* counters, int parts, int heads, bool is_empty,
-                                       element* out) {
+// Warps to a block, blocks to a sequence: the block's share of `parts` goes to `out` [heads, HEAD_DIM]
+// where it is the only one. Else all but the last leave theirs in `partial`, and the last one waits
+// for them and adds them up in order, so with equal bits each time. Blocks begin in the order of their
+// numbers, so those that it waits for have begun before it. active: of its warps had tiles.
+// grid (units, splits, sequences). sums: shared memory, [WARPS][SUMS]. partial: ABSENT in every word,
+// before and after.
+__device__ __forceinline__ void finish(const Online& state, int active, float* sums, Part* partial,
+                                       int parts, int heads, element* out) {
+    constexpr int EACH = HEAD_DIM * HEADS / 4;
+    static_assert(WARPS >= HEADS, "a warp for each head's weights");
+    static_assert(EACH <= WARPS * 32, "a thread for each four heads of a dim");
     __shared__ Heights heights;
-    __shared__ bool is_last;
     const size_t unit = size_t(blockIdx.z) * gridDim.x + blockIdx.x;
-    const int split = blockIdx.y;
-    join_warps(state, sums, heights);
-    Part* part = partial + unit * gridDim.y;
-    for (int i = threadIdx.x; i < HEAD_DIM * HEADS / 4; i += WARPS * 32) {
-        const int dim = i % HEAD_DIM, quad = i / HEAD_DIM * 4;
-        const float4 one = make_float4(1.f, 1.f, 1.f, 1.f);
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    const int split = blockIdx.y, dim = threadIdx.x % HEAD_DIM, quad = threadIdx.x / HEAD_DIM * 4;
+    const bool adds = threadIdx.x < EACH;
+    join_warps(state, active, sums, heights);
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 one = make_float4(1.f, 1.f, 1.f, 1.f);
+    if (adds) {
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
+            if (w >= active) break;
             const float* at = sums + w * SUMS + sum_at(dim, quad);
             add_scaled(sum, *reinterpret_cast<const float4*>(at), one);
         }
-        if (parts == 1) {
-            const auto shared_out = [&](int head) {  // without keys all is 0
-                const float total = heights.total_of(quad + head) * SCALE_LIFT;
-                return is_empty ? 0.f : __fdividef(1.f, total);
-            };
-            sum.x *= shared_out(0), sum.y *= shared_out(1);
-            sum.z *= shared_out(2), sum.w *= shared_out(3);
-            store_heads(out + quad * HEAD_DIM + dim, sum, quad, heads);
-        } else {
-            *reinterpret_cast<float4*>(&part[split].sums[dim][quad]) = sum;
+    }
+    out += quad * HEAD_DIM + dim;
+    if (parts == 1) {
+        const auto shared_out = [&](int head) {  // without keys all is 0
+            const float total = heights.total_of(quad + head) * SCALE_LIFT;
+            return active > 0 ? __fdividef(1.f, total) : 0.f;
+        };
+        if (!adds) return;
+        sum.x *= shared_out(0), sum.y *= shared_out(1);
+        sum.z *= shared_out(2), sum.w *= shared_out(3);
+        store_heads(out, sum, quad, heads);
+        return;
+    }
+    Part* part = partial + unit * gridDim.y;
+    const auto sums_of = [&](int s) { return &part[s].sums[quad / 4][dim]; };
+    if (split < parts - 1) {
+        if (adds) leave(sums_of(split), sum);
+        if (threadIdx.x < HEADS) {
+            const int head = threadIdx.x;
+            leave(&part[split].heights[head],
+                  make_float2(heights.highest_of(head), heights.total_of(head)));
+        }
+        return;
+    }
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const bool asks = warp < HEADS && lane < parts - 1;
+    const int head = warp % HEADS;
+    const float2 own = make_float2(heights.highest_of(head), heights.total_of(head));
+    Arrivals came;
+    came.wait(sums_of, 0, adds ? parts - 1 : 0, asks ? &part[lane].heights[warp] : nullptr);
+    __syncthreads();  // the sums of the warps are read: the weights take their place
+    weigh_splits(part, parts, own, came.height, sums);
+    if (!adds) return;
+    const auto weight = [&](int s) {
+        return *reinterpret_cast<const float4*>(sums + s * HEADS + quad);
+    };
+    float4 whole = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int first = 0; first < parts - 1; first += Arrivals::AT_ONCE) {
+        if (first > 0) came.wait(sums_of, first, parts - 1, nullptr);
+#pragma unroll
+        for (int s = 0; s < Arrivals::AT_ONCE; ++s) {
+            if (first + s >= parts - 1) break;
+            add_scaled(whole, *reinterpret_cast<const float4*>(&came.sums[s]), weight(first + s));
         }
     }
-    if (parts == 1) return;
-    if (threadIdx.x < HEADS) {
-        part[split].highest[threadIdx.x] = heights.highest_of(threadIdx.x);
-        part[split].total[threadIdx.x] = heights.total_of(threadIdx.x);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        unsigned* counter = counters + unit;
-        unsigned before;  // behind a barrier, one thread's release covers the whole block's stores
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                     : "=r"(before) : "l"(counter) : "memory");
-        is_last = before == unsigned(parts) - 1;
-        if (is_last) *counter = 0;
-    }
-    __syncthreads();
-    if (is_last) join_splits(part, parts, heads, sums, out);
+    add_scaled(whole, sum, weight(parts - 1));
+    store_heads(out, whole, quad, heads);
+    const float none = __uint_as_float(ABSENT);
+    for (int s = 0; s < parts - 1; ++s) *sums_of(s) = make_float4(none, none, none, none);
 }
