@@ -45,15 +45,12 @@ METHODS = {
     "activation": Method(rounding="nearest", search="activation"),
     "gptq": Method(search="activation", rounds=0),
     "curvature": Method(search="curvature", rounds=1),
-    "inputs": Method(search="activation", rounds=1),
-    "balanced": Method(search="balanced", rounds=1),
     "tuned": Method(),
     "scales": Method(),
 }
 """rtn: absmax rounding. gptq: the plain one, act-order with static groups. curvature: with the
-search by what GPTQ leaves at all bits; inputs: by the inputs' mean square; balanced: by the mean of
-both. "": what we ship, untuned. tuned: and then tuned as a whole; scales: the same with its codes
-left alone.
+search by what GPTQ leaves. "": what we ship, untuned. tuned: and then tuned as a whole; scales: the
+same with its codes left alone.
 """
 METRICS = (("kl", "nats"), ("perplexity", ""), ("top1", "share"), ("bits_per_weight", "bits"))
 

@@ -36,7 +36,7 @@ def round_linear(dense: Dense, grid: Grid, method: Method, moments: InputMoments
     """Codes and steps of one linear. `moments` of its inputs where the method needs them; they are
     used up. ValueError where the inputs are not finite.
     """
-    weight, method = dense.weight, method.at(grid.bits)
+    weight = dense.weight
     if method.rounding == "nearest" or moments is None:
         steps = _nearest_steps(weight, grid, method, moments)
         scale, offset = steps.per_column(weight.shape[1], grid.width(weight.shape[1]))
@@ -47,9 +47,7 @@ def round_linear(dense: Dense, grid: Grid, method: Method, moments: InputMoments
     if method.search == "none":
         steps = absmax_steps(weight, grid)
     else:
-        left = curvature.importance()
-        both = (activation / activation.mean().clamp_min(1e-30) * left).sqrt()
-        by = {"activation": activation, "curvature": left, "balanced": both, "mse": None}
+        by = {"activation": activation, "curvature": curvature.importance(), "mse": None}
         steps = search_steps(weight, grid, by[method.search])
     codes = gptq(weight, curvature, steps, grid)
     steps, codes = refine(weight, curvature, steps, codes, grid, method.rounds)

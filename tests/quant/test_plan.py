@@ -19,7 +19,7 @@ from engine_actor.quant.plan import (
     read_size,
     require_fit,
 )
-from engine_actor.quant.recipe import Method, Recipe, fixed_recipe
+from engine_actor.quant.recipe import Recipe, fixed_recipe
 
 QWEN_7B = {
     "vocab_size": 152064,
@@ -138,9 +138,3 @@ def test_the_plan_is_printed_with_its_budget():
     assert [line.split("MiB")[0].split()[-1] for line in lines][-1] == "4,096.0"
     assert "layers (w4, 4.250 bits a weight)" in lines[0]
     assert f"{make_plan(config_7b(), fixed_recipe('w4', 64)).total / MIB:,.1f}" in lines[5]
-
-
-def test_the_measured_method_depends_on_the_bits_and_a_named_one_does_not():
-    assert Method().at(3) == Method(search="curvature", rounds=1)
-    assert Method().at(4) == Method(search="activation", rounds=1)
-    assert Method(search="mse").at(3) == Method(search="mse").at(4) == Method(search="mse")

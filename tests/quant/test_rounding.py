@@ -21,14 +21,15 @@ def _moments(x: torch.Tensor) -> InputMoments:
     return moments
 
 
-@pytest.mark.parametrize(("bits", "search"), [(3, "balanced"), (4, "activation")])
-def test_the_scales_are_searched_by_what_was_measured_to_be_best_at_these_bits(bits, search):
-    draw = torch.Generator().manual_seed(bits)
+@pytest.mark.parametrize("search", ["mse", "activation", "curvature"])
+def test_the_scales_are_searched_by_the_named_weights(search):
+    draw = torch.Generator().manual_seed(3)
     mixed = torch.randn(64, 64, generator=draw) * torch.logspace(-1, 1, 64)
     x = torch.randn(400, 64, generator=draw) @ mixed
     weight = torch.randn(16, 64, generator=draw)
-    grid = Grid(bits, 32)
-    found = round_linear(Dense(weight, None), grid, Method(rounds=0), _moments(x))
+    grid = Grid(3, 32)
+    method = Method(search=search, rounds=0)
+    found = round_linear(Dense(weight, None), grid, method, _moments(x))
     squares = x.square().mean(0)
     # What GPTQ leaves of an error in column k: the inverse of the k-th pivot, in its order.
     hessian = (x.t() @ x / len(x)).double()
@@ -38,8 +39,7 @@ def test_the_scales_are_searched_by_what_was_measured_to_be_best_at_these_bits(b
     upper = torch.linalg.cholesky(inverse, upper=True)
     left = torch.empty(64, dtype=torch.float64)
     left[order] = upper.diagonal().square().reciprocal()
-    by = {"activation": squares, "balanced": (squares * left).sqrt().float()}
-    wanted = search_steps(weight, grid, by[search]).scales
-    other = search_steps(weight, grid, squares if search == "balanced" else None).scales
-    assert torch.equal(found.packed.scales.float(), wanted)
-    assert not torch.equal(wanted, other)
+    by = {"mse": None, "activation": squares, "curvature": left.float()}
+    scales = {name: search_steps(weight, grid, weights).scales for name, weights in by.items()}
+    assert torch.equal(found.packed.scales.float(), scales.pop(search))
+    assert not any(torch.equal(found.packed.scales.float(), other) for other in scales.values())
