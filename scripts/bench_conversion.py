@@ -191,7 +191,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = rows_of(whole, killed, stored, equal, files)
     hidden = ("work", "output", "note", "source")
     switches = {k: str(v) for k, v in vars(options).items() if k not in hidden}
-    switches |= {"source": Path(options.source).name, "flags": " ".join(flags)}
+    shown = (Path(word).name if "/" in word else word for word in flags)
+    switches |= {"source": Path(options.source).name, "flags": " ".join(shown)}
     write_record(make_record("conversion", switches, rows, options.note), options.output)
     print(
         f"{whole.wall_s:.1f} s, host {whole.peak_mib:,.0f} MiB; planned {whole.planned_mib:,.1f}, "
