@@ -122,9 +122,9 @@ class EngineConfig(_Strict):
         True, description="GPU: decode steps as captured graphs, one a bucket of shapes"
     )
     prefill_graphs: bool | None = Field(
-        False,
-        description="GPU: small prompt chunks as captured graphs, too; null: where cuda_graphs is "
-        "on and the engine has 20 GiB",
+        None,
+        description="GPU: small prompt chunks as captured graphs, too; default: where cuda_graphs "
+        "is on and the engine has 20 GiB",
     )
     overlap_mode: Literal["serial", "two_streams", "two_streams_capped", "green", "mixed"] = Field(
         "two_streams",

@@ -2,10 +2,11 @@
 """The engine's own speed on a GPU, beside its twins and its peers' published figures.
 
     scripts/bench_engine.py --output docs/results/gpu_engine.json \\
-        --twin "no graphs" cuda_graphs=false --twin "synchronous" async_steps=false
+        --twin "no graphs" cuda_graphs=false --twin "synchronous" async_steps=false \\
+        --twin "no prefill graphs" prefill_graphs=false
 
 Through Engine.step(), scheduler and sampler included: decode of 1 to 64 streams, prefill of one and
-of many prompts, TTFT of a prompt on an idle engine. A twin is the same engine with other settings
+of many prompts, TTFT of prompts on an idle engine. A twin is the same engine with other settings
 in the same run. Weights are random, of Qwen2.5-3B's shape unless --checkpoint says otherwise.
 """
 
@@ -47,6 +48,8 @@ PEERS = {
 PEER_PREFILL_MS, PEER_PREFILL_RATE, PEER_TTFT_MS = 34.0, 95_501, 13.0
 """vLLM W4: 2,048 tokens; 16 x 2,048 tokens in tokens/s; first token after 512."""
 TRACED_STEPS = 12
+TTFT_PROMPTS = 5
+"""Of each repetition and length."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,10 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_flags(parser, default="random:3b")
     parser.add_argument("--output", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 16, 32, 64])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens in, for decode and TTFT")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens in, for decode")
     parser.add_argument("--out", type=int, default=128, help="tokens out of each stream")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prompt; 0: none")
     parser.add_argument("--prefill-many", type=int, default=16, help="so many of them at once")
+    parser.add_argument(
+        "--ttft", type=int, nargs="*", default=[32, 128, 512], help="tokens of a prompt, for TTFT"
+    )
     parser.add_argument("--prefill-chunk-tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="repetitions thrown away")
@@ -106,7 +112,8 @@ class Bench:
             if self.args.prefill:
                 self.prefill(1)
                 self.prefill(self.args.prefill_many)
-            self.ttft()
+            for tokens in self.args.ttft:
+                self.ttft(tokens)
         if not self.args.no_trace:
             for streams in self.args.streams:
                 self.trace(streams)
@@ -170,12 +177,13 @@ class Bench:
         self.keep("prefill_tokens_per_second", "tokens/s", total, [total / seconds])
         run.cancel_all()
 
-    def ttft(self) -> None:
-        """One prompt on an idle engine."""
-        text = self.run.submit(self.args.prompt, 1)
-        self.run.until(lambda: bool(text.times))
-        self.keep("ttft", "ms", self.args.prompt, [1e3 * text.ttft])
-        self.run.cancel_all()
+    def ttft(self, tokens: int) -> None:
+        """Prompts on an idle engine, one after the other."""
+        for _ in range(TTFT_PROMPTS):
+            text = self.run.submit(tokens, 1)
+            self.run.until(lambda text=text: bool(text.times))
+            self.keep("ttft", "ms", tokens, [1e3 * text.ttft])
+            self.run.cancel_all()
 
     def rows(self, engine: str, warmup: int) -> list[dict[str, Any]]:
         """One row a metric and size."""

@@ -189,7 +189,7 @@ def test_a_chosen_chunk_is_sliced_beside_decodes() -> None:
 def test_graphs_of_small_chunks_where_the_card_is_fast(
     card_mb: int, settings: dict[str, Any], wanted: bool
 ) -> None:
-    args = args_of(1024, **{"prefill_graphs": None, **settings})
+    args = args_of(1024, **settings)
     plan = plan_for(args, random_checkpoint(SHAPES["3b"], CPU), Card(card_mb * MIB), 90)
     names = {part.name: part.nbytes for part in plan.parts}
     assert wants_prefill_graphs(args.engine, plan.allowance) == wanted
