@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 
 import torch
 
@@ -36,8 +36,8 @@ SQUARE_SM = 90
 class PromptRun:
     """One call: rows first..last-1 of `count` prompts. slots: of its keys, i32 on the device; None
     where they are the cache's slots from `start` on. starts: of each prompt's rows and keys,
-    i32[count + 1] each, None for a single prompt. longest: rows and keys of any of them. padded: to
-    so many rows and keys each, for cuDNN; 0 where the call is flash attention's.
+    i32[count + 1] each, None for a single prompt and for cuDNN. longest: rows and keys of any of
+    them. padded: to so many rows and keys each, for cuDNN; 0 where the call is flash attention's.
     """
 
     count: int
@@ -118,6 +118,9 @@ def _run(
             found = torch.cat((found, found[-1:].expand(padded - keys[0])))
         slots = on_device(found, device)
         return PromptRun(1, first, last, len(found), 0, slots, None, longest, padded)
+    if padded and _lie_in_a_row(prompts, block_tokens):
+        start, total = prompts[0].blocks[0] * block_tokens, sum(keys)
+        return PromptRun(len(prompts), first, last, total, start, None, None, longest, padded)
     q_starts = [0, *accumulate(prompt.q_len for prompt in prompts)]
     k_starts = [0, *accumulate(keys)]
     counts = torch.tensor(q_starts + k_starts, dtype=torch.int32)
@@ -130,6 +133,12 @@ def _run(
 
 def _n_keys(segment: Segment) -> int:
     return segment.kv_len - segment.skip
+
+
+def _lie_in_a_row(prompts: list[Segment], block_tokens: int) -> bool:
+    """Whether the keys of one prompt follow those of another in the cache, with nothing between."""
+    is_whole = all(prompt.kv_len % block_tokens == 0 and not prompt.skip for prompt in prompts)
+    return is_whole and _follow(tuple(chain.from_iterable(prompt.blocks for prompt in prompts)))
 
 
 def _follow(blocks: tuple[int, ...]) -> bool:

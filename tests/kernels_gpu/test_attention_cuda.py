@@ -122,6 +122,15 @@ def test_a_prompt_in_consecutive_blocks_is_read_where_it_lies() -> None:
             assert error < ATTENTION.allowed("float16")
 
 
+def test_equal_prompts_in_consecutive_blocks_are_read_where_they_lie() -> None:
+    count = 1024 // BLOCK_TOKENS
+    lists = tuple(tuple(range(2 + i * count, 2 + (i + 1) * count)) for i in range(3))
+    case = Case((1024,) * 3, (1024,) * 3, lists, 3 * count + 4)
+    for name in DTYPES:
+        for int8 in (False, True):
+            assert run(case, 4, 2, 128, name, int8) < ATTENTION.allowed(name)
+
+
 def test_scores_far_apart() -> None:
     """Online softmax where the highest score comes last, and where all others vanish."""
     case = ragged([1], [600])
