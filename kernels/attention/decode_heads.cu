@@ -13,7 +13,8 @@
 // A sequence's tiles are shared out evenly among `splits` blocks, at least `least` each, by its own
 // length: a graph captured for long contexts serves short ones as well as long.
 //
-// grid (kv_heads * head_tiles, splits, sequences), block WARPS * 32. -DHEAD_NORM=0|1, and those of
+// grid (kv_heads * head_tiles, splits, sequences), block WARPS * 32; with -DCLUSTER=1 up to eight splits
+// may be launched as a cluster. -DHEAD_NORM=0|1, and those of
 // paged_decode.cu.
 #include "head.cuh"
 #include "paged_stream.cuh"
@@ -91,6 +92,9 @@ decode_heads(const element* heads, const float* cos, const float* sin, const flo
     extern __shared__ __align__(16) float sums[];  // [WARPS][SUMS]
     __shared__ Staged staged;
     allow_next();
+#if MEETS_IN_CLUSTER
+    arrive_in_cluster();
+#endif
     const int sequence = blockIdx.z, warp = threadIdx.x / 32;
     const int kv_head = blockIdx.x % kv_heads, head_tile = blockIdx.x / kv_heads;
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;

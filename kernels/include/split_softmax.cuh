@@ -249,6 +249,80 @@ __device__ __forceinline__ void weigh_splits(Part* part, int parts, float2 own, 
     __syncthreads();
 }
 
+// -DCLUSTER=1, on sm_90 and newer: blocks that were launched as a cluster, one for each split, meet in
+// each other's shared memory.
+#if defined(CLUSTER) && CLUSTER && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define MEETS_IN_CLUSTER 1
+#else
+#define MEETS_IN_CLUSTER 0
+#endif
+
+#if MEETS_IN_CLUSTER
+__device__ __forceinline__ void arrive_in_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ bool is_in_cluster() {
+    unsigned blocks;
+    asm("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(blocks));
+    return blocks > 1;
+}
+
+// The address of what lies at `at` here, in block `rank` of the cluster.
+__device__ __forceinline__ unsigned in_block(const void* at, int rank) {
+    unsigned there;
+    const unsigned here = unsigned(__cvta_generic_to_shared(at));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+    return there;
+}
+
+// Of `parts` blocks, the first of a cluster, each takes every parts-th four heads of a dim from all of
+// them, and puts the whole into `out` [heads, HEAD_DIM]. sum: this thread's, if it adds. Blocks without
+// tiles have left, and nobody waits for them.
+__device__ __forceinline__ void join_cluster(float4 sum, bool adds, const Heights& heights, int parts,
+                                             int heads, element* out) {
+    constexpr int MOST = 8, EACH = HEAD_DIM * HEADS / 4;
+    __shared__ float4 sums[EACH + MOST];  // [parts][each]
+    __shared__ float2 height[MOST][HEADS];
+    const int each = (EACH + parts - 1) / parts, split = blockIdx.y, thread = threadIdx.x;
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all have begun
+    if (adds) {
+        const unsigned to = in_block(&sums[split * each + thread / parts], thread % parts);
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(sum.x),
+                     "f"(sum.y), "f"(sum.z), "f"(sum.w) : "memory");
+    }
+    if (thread < parts * HEADS) {
+        const int head = thread % HEADS;
+        const unsigned to = in_block(&height[split][head], thread / HEADS);
+        asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(to),
+                     "f"(heights.highest_of(head)), "f"(heights.total_of(head)) : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    for (int i = thread; i < 4 * each; i += WARPS * 32) {
+        const int quad = i / 4 * parts + split;
+        if (quad >= EACH) break;
+        const int dim = quad % HEAD_DIM, head = quad / HEAD_DIM * 4 + i % 4;
+        float2 came[MOST];
+        float most = LOWEST, total = 0.f, whole = 0.f;
+#pragma unroll
+        for (int s = 0; s < MOST; ++s) {
+            came[s] = s < parts ? height[s][head] : make_float2(LOWEST, 0.f);
+            most = fmaxf(most, came[s].x);
+        }
+#pragma unroll
+        for (int s = 0; s < MOST; ++s) {
+            if (s >= parts) break;
+            const float weight = power_of_two(came[s].x - most);
+            total += came[s].y * weight;
+            whole += reinterpret_cast<const float*>(sums + s * each)[i] * weight;
+        }
+        whole = __fdividef(whole, total * SCALE_LIFT);
+        if (head < heads) out[head * HEAD_DIM + dim] = to_element(whole);
+    }
+}
+#endif
+
 // Warps to a block, blocks to a sequence: the block's share of `parts` goes to `out` [heads, HEAD_DIM]
 // where it is the only one. Else all but the last leave theirs in `partial`, and the last one waits
 // for them and adds them up in order, so with equal bits each time. Blocks begin in the order of their
@@ -275,6 +349,12 @@ __device__ __forceinline__ void finish(const Online& state, int active, float* s
             add_scaled(sum, *reinterpret_cast<const float4*>(at), one);
         }
     }
+#if MEETS_IN_CLUSTER
+    if (parts > 1 && is_in_cluster()) {
+        join_cluster(sum, adds, heights, parts, heads, out);
+        return;
+    }
+#endif
     out += quad * HEAD_DIM + dim;
     if (parts == 1) {
         const auto shared_out = [&](int head) {  // without keys all is 0
@@ -302,7 +382,7 @@ __device__ __forceinline__ void finish(const Online& state, int active, float* s
     const bool asks = warp < HEADS && lane < parts - 1;
     const int head = warp % HEADS;
     const float2 own = make_float2(heights.highest_of(head), heights.total_of(head));
-    Arrivals came;
+    Arrivals came = {};
     came.wait(sums_of, 0, adds ? parts - 1 : 0, asks ? &part[lane].heights[warp] : nullptr);
     __syncthreads();  // the sums of the warps are read: the weights take their place
     weigh_splits(part, parts, own, came.height, sums);

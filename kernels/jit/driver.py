@@ -6,6 +6,7 @@ Memory is never taken here: torch's allocator owns the card.
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from functools import cache
 from typing import Any
@@ -16,6 +17,8 @@ MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
+CLUSTER_DIMENSION = 4
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
 LAUNCH_CONFIG = "7I P P I"
 """CUlaunchConfig: grid, block, dynamic shared memory; stream; attributes and their number."""
 _INVALID_CONTEXT = 201
@@ -133,9 +136,28 @@ def capture_of(stream: int) -> int:
     return capture.value if state.value else 0
 
 
-def programmatic_attribute() -> Any:
-    """A CUlaunchAttribute that allows programmatic dependent launch; keep it alive."""
-    attribute = (ctypes.c_int * 18)()  # id, padding, a value of 64 bytes
-    attribute[0] = PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute[2] = 1
-    return attribute
+def launch_attributes(cluster: int) -> Any:
+    """CUlaunchAttributes that allow programmatic dependent launch and make clusters of so many
+    blocks along y, where that is more than 1; keep them alive.
+    """
+    words = 18  # id, padding, a value of 64 bytes
+    attributes = (ctypes.c_int * (words * (2 if cluster > 1 else 1)))()
+    attributes[0] = PROGRAMMATIC_STREAM_SERIALIZATION
+    attributes[2] = 1
+    if cluster > 1:
+        attributes[words] = CLUSTER_DIMENSION
+        attributes[words + 2 : words + 5] = [1, cluster, 1]
+    return attributes
+
+
+def clusters_at_once(function: int, threads: int, shared_bytes: int, cluster: int) -> int:
+    """How many clusters of so many blocks the current device holds at once."""
+    attributes, found = launch_attributes(cluster), ctypes.c_int()
+    config = ctypes.create_string_buffer(struct.calcsize("@" + LAUNCH_CONFIG + "0P"))
+    sizes = (1, cluster, 1, threads, 1, 1, shared_bytes)
+    struct.pack_into("@" + LAUNCH_CONFIG, config, 0, *sizes, 0, ctypes.addressof(attributes), 2)
+    status = driver().cuOccupancyMaxActiveClusters(
+        ctypes.byref(found), ctypes.c_void_p(function), config
+    )
+    check(status, f"asking for room for clusters of {cluster} blocks")
+    return found.value

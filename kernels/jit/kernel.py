@@ -67,6 +67,7 @@ class Kernel:
         *arguments: Any,
         shared_bytes: int | None = None,
         launch_dependents: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Queue the kernel on torch's current stream of the current device; returns at once.
 
@@ -74,11 +75,12 @@ class Kernel:
         float32, and bytes, of one length for each kernel, as a structure by value. shared_bytes:
         dynamic shared memory of a block, more than 48 KiB allowed where the card allows it.
         launch_dependents: programmatic dependent launch, the kernel may start before the one ahead
-        of it in the stream ends (it must wait by griddepcontrol); ignored below sm_90. Raises
-        LaunchError with the driver's reason.
+        of it in the stream ends (it must wait by griddepcontrol); ignored below sm_90. cluster:
+        with launch_dependents, blocks along y, of whose number it is a divisor, that run side by
+        side and reach each other's shared memory. Raises LaunchError with the driver's reason.
         """
         shared = self.shared_bytes if shared_bytes is None else shared_bytes
-        self._launcher.launch(grid, block, arguments, shared, launch_dependents)
+        self._launcher.launch(grid, block, arguments, shared, launch_dependents, cluster)
 
     def load(self) -> None:
         """Compile and load for the current device now: nothing may be loaded during a capture."""
@@ -88,6 +90,11 @@ class Kernel:
         """How many blocks of `threads` one multiprocessor of the current device holds at once."""
         shared = self.shared_bytes if shared_bytes is None else shared_bytes
         return self._launcher.blocks_per_multiprocessor(threads, shared)
+
+    def clusters_at_once(self, threads: int, cluster: int) -> int:
+        """How many clusters of `cluster` blocks of `threads` the current device holds at once; 0
+        below sm_90."""
+        return self._launcher.clusters_at_once(threads, self.shared_bytes, cluster)
 
     def resources(self, sm: int) -> Resources:
         """Registers, spills and static shared memory on sm_<sm>; needs NVRTC, no GPU.

@@ -36,7 +36,13 @@ class Launcher:
         self._loaded: dict[int, _Loaded] = {}
 
     def launch(
-        self, grid: Extent, block: Extent, arguments: tuple[Any, ...], shared: int, dependents: bool
+        self,
+        grid: Extent,
+        block: Extent,
+        arguments: tuple[Any, ...],
+        shared: int,
+        dependents: bool,
+        cluster: int = 1,
     ) -> None:
         """Queue it on torch's current stream of torch's current device."""
         device = torch._C._cuda_getDevice()
@@ -56,10 +62,10 @@ class Launcher:
             values[place] = 0
         layout.pack(buffer.arguments, 0, *values)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        if dependents and loaded.attributes:
-            _pack_config(
-                buffer.config_bytes, 0, *grid, *block, shared, stream, loaded.attributes, 1
-            )
+        if dependents and loaded.programmatic:
+            attributes = loaded.attributes_of(cluster)
+            count = 1 if cluster == 1 else 2
+            _pack_config(buffer.config_bytes, 0, *grid, *block, shared, stream, attributes, count)
         else:
             _pack_config(buffer.config_bytes, 0, *grid, *block, shared, stream, 0, 0)
         status = loaded.launch(buffer.config, loaded.function, buffer.parameters, None)
@@ -88,6 +94,19 @@ class Launcher:
             loaded.shared_allowed = shared
         return driver.blocks_per_multiprocessor(loaded.function, threads, shared)
 
+    def clusters_at_once(self, threads: int, shared: int, cluster: int) -> int:
+        """On torch's current device; 0 where there are no clusters."""
+        device = torch.cuda.current_device()
+        loaded = self._loaded.get(device) or self._load(device)
+        if not loaded.programmatic:
+            return 0
+        key = (threads, shared, cluster)
+        if key not in loaded.clusters:
+            self.blocks_per_multiprocessor(threads, shared)  # allows the shared memory
+            found = driver.clusters_at_once(loaded.function, threads, shared, cluster)
+            loaded.clusters[key] = found
+        return loaded.clusters[key]
+
     def _load(self, device: int) -> _Loaded:
         major, minor = torch.cuda.get_device_capability(device)
         driver.enter_context(device)
@@ -108,15 +127,31 @@ class Launcher:
 class _Loaded:
     """A function in one device's context."""
 
-    __slots__ = ("_keep", "attributes", "function", "launch", "layouts", "shared_allowed")
+    __slots__ = (
+        "_attributes",
+        "clusters",
+        "function",
+        "launch",
+        "layouts",
+        "programmatic",
+        "shared_allowed",
+    )
 
     def __init__(self, function: int, static_shared: int, programmatic: bool) -> None:
         self.function = function
         self.launch = driver.driver().cuLaunchKernelEx
         self.layouts: dict[tuple[type, ...], Layout] = {}
         self.shared_allowed = SHARED_WITHOUT_PERMISSION - static_shared
-        self._keep = driver.programmatic_attribute()
-        self.attributes = ctypes.addressof(self._keep) if programmatic else 0
+        self.programmatic = programmatic
+        self.clusters: dict[tuple[int, int, int], int] = {}
+        self._attributes: dict[int, Any] = {}
+
+    def attributes_of(self, cluster: int) -> int:
+        """The address of a launch's attributes, which live as long as this does."""
+        attributes = self._attributes.get(cluster)
+        if attributes is None:
+            attributes = self._attributes[cluster] = driver.launch_attributes(cluster)
+        return ctypes.addressof(attributes)
 
 
 class Layout:

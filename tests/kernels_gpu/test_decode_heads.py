@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.attention import decode_heads
 from kernels.attention.cuda import ABSENT, CudaAttention, CudaPlan, static_plan_cuda
 from kernels.attention.decode_heads import DecodeHeads
 from kernels.attention.op import ATTENTION
@@ -143,3 +144,17 @@ def test_sliding_window(window: int) -> None:
 def test_many_rounds_and_splits(lengths: tuple[int, ...], longest: int, int8: bool) -> None:
     """By the longest that a graph is for, while the shares follow each row's own length."""
     check(Step(lengths, longest, 16, 2, 128), 128, "float16", int8)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("clusters", [False, True])
+def test_splits_meet_in_clusters_or_outside(
+    monkeypatch: pytest.MonkeyPatch, clusters: bool, int8: bool
+) -> None:
+    """Each number of splits, some of them without tiles."""
+    monkeypatch.setattr(decode_heads, "CLUSTERS", clusters)
+    decode_heads._kernel.cache_clear()
+    for longest in (512, 400, 1024, 2048):
+        check(Step((290, 1, 0, 400), longest, 28, 4, 128), 128, "float16", int8)
+    check(Step(LENGTHS, 1024, 16, 2, 128), 128, "bfloat16", int8, normed=True)
+    decode_heads._kernel.cache_clear()
