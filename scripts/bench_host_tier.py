@@ -3,8 +3,8 @@
 
     scripts/bench_host_tier.py --output docs/results/host_tier_3b_h200.json
 
-Two engines in one run, without the tier and with it, both with a KV pool that holds hardly three
-such prefixes. A visit is the prefix and a few ids of its own. Three kinds: `first` (nobody has sent
+One engine, with the tier and without it in turns, and a KV pool that holds hardly three such
+prefixes. A visit is the prefix and a few ids of its own. Three kinds: `first` (nobody has sent
 it, and it evicts others), `cached` (again at once) and `evicted` (again after others have taken its
 blocks). On an idle engine and beside streams, whose longest gap during the visit counts as well.
 """
@@ -12,14 +12,13 @@ blocks). On an idle engine and beside streams, whose longest gap during the visi
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from engine_actor.core.host_tier import HostTier
+from engine_actor.core.prefix import CacheChanges
 from engine_runs import BenchError, EngineRun, add_model_flags, engine_of, switches_of
 from results import make_record, make_row, percentile, write_record
 
@@ -48,26 +47,28 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(args: argparse.Namespace, tier: str, found: Found) -> dict[str, Any]:
-    """Both crowds on one engine. Returns its switches."""
-    host = args.host_budget_mb if tier == "on" else 0
+def measure(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+    """Both crowds, each with the tier and without it in turns. Returns the switches."""
     settings: dict[str, Any] = {
         "max_num_seqs": max(args.streams) + 1,
-        "kv": {"budget_mb": args.budget_mb, "host_budget_mb": host},
+        "kv": {"budget_mb": args.budget_mb, "host_budget_mb": args.host_budget_mb},
     }
     engine = engine_of(args, settings, max_model_len=args.max_cache)
-    run = EngineRun(engine)
+    run, on = EngineRun(engine), engine.kv.tier
+    tiers = {"off": HostTier(0, engine.kv.copies, CacheChanges()), "on": on}
     for streams in args.streams:
         for turn in range(args.warmup + args.repeats):
-            for _ in range(streams):
-                run.submit(args.stream_prompt, args.stream_tokens)
-            run.until(lambda: all(request.times for request in run.requests.values()))
-            kept = turn >= args.warmup
-            for name, values in visits(run, args).items():
-                for metric, value in values.items():
-                    if kept:
-                        found.setdefault((name, streams, tier, metric), []).append(value)
-            run.cancel_all()
+            for name, tier in tiers.items():
+                engine.kv.reset_prefix_cache()
+                engine.kv.tier = tier
+                for _ in range(streams):
+                    run.submit(args.stream_prompt, args.stream_tokens)
+                run.until(lambda: all(request.times for request in run.requests.values()))
+                for kind, values in visits(run, args).items():
+                    for metric, value in values.items():
+                        if turn >= args.warmup:
+                            found.setdefault((kind, streams, name, metric), []).append(value)
+                run.cancel_all()
     return switches_of(args, engine)
 
 
@@ -122,12 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     args = build_parser().parse_args(argv)
     found: Found = {}
-    switches: dict[str, Any] = {}
-    for tier in ("off", "on"):
-        switches = measure(args, tier, found)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    switches = measure(args, found)
     rows = [
         make_row(
             {"visit": name, "streams": streams, "tier": tier},

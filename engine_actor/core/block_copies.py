@@ -35,14 +35,18 @@ class CopyList:
 
 
 NO_COPIES = CopyList()
+FEW_BLOCKS = 32
+"""So many copies at once hold a step up for less than a prompt would wait for them elsewhere."""
 
 
 class CopyQueue:
     """Gathers copies between two plans. A block that is given to somebody else while a copy may
-    touch it has the copy's ticket: no work may touch it before that has landed.
+    touch it has the copy's ticket: no work may touch it before that has landed. few: so many
+    copies of one sequence are urgent.
     """
 
     def __init__(self) -> None:
+        self.few = FEW_BLOCKS
         self._next = 1
         self._landed = 0
         self._copies: list[BlockCopy] = []
@@ -51,9 +55,8 @@ class CopyQueue:
         self._slots: dict[int, int] = {}
 
     def add(self, block: int, slot: int, to_host: bool, urgent: bool = False) -> None:
-        """Ask for one more copy, behind all that were asked for before. Urgent: a running stream
-        needs the block in this step, so it does not queue where nothing in the queue has to come
-        before it.
+        """Ask for one more copy, behind all that were asked for before. Urgent: it does not queue
+        where nothing in the queue has to come before it.
         """
         copy = BlockCopy(block, slot, to_host)
         if urgent and block not in self._blocks and slot not in self._slots:

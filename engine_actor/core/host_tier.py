@@ -86,9 +86,9 @@ class HostTier:
         self.drop_orphans()
         return None
 
-    def restore(self, entry: CachedBlock, block: int) -> None:
+    def restore(self, entry: CachedBlock, block: int, urgent: bool) -> None:
         """Ask for the copy of an entry in a block that nobody else has."""
-        self._copies.add(block, entry.slot, to_host=False)
+        self._copies.add(block, entry.slot, to_host=False, urgent=urgent)
         self.n_copied_back += 1
 
     def drop_orphans(self) -> None:

@@ -242,6 +242,7 @@ class KVManager:
                 break
             found.append(entry)
             parent = entry
+        urgent = len(found) <= self.copies.few
         with self.tier.holding(found):
             self._make_free(len(found))
         for entry in found[: self._pool.n_free]:
@@ -252,11 +253,12 @@ class KVManager:
                 return
             entry.block = block
             self._cache.add(entry)
-            self.tier.restore(entry, block)
+            self.tier.restore(entry, block, urgent)
             self._attach(seq, [block])
 
     def _make_free(self, count: int, urgent: bool = False) -> None:
         """Evict until the pool has so many blocks free, or none is left to evict."""
+        urgent = urgent or count - self._pool.n_free <= self.copies.few
         while self._pool.n_free < count and self._cache.n_idle:
             entry = self._cache.evict_oldest()
             block = entry.block

@@ -16,6 +16,13 @@ from tests.core.test_kv_manager import BLOCK, cached_after, compute, request
 from tests.doubles.scheduler_harness import SchedulerHarness
 
 
+def patient(n_blocks: int, **more: int) -> KVManager:
+    """Every copy that may queue does."""
+    kv = KVManager(n_blocks, BLOCK, **more)
+    kv.copies.few = 0
+    return kv
+
+
 def visited(kv: KVManager, *prompts: Request) -> CopyList:
     """Compute prompts one after the other; returns the copies that this asked for."""
     for seq in prompts:
@@ -34,7 +41,7 @@ def backs(copies: CopyList) -> list[tuple[int, int]]:
 
 
 def test_what_is_evicted_comes_back_from_the_host() -> None:
-    kv = KVManager(4, BLOCK, host_slots=8)
+    kv = patient(4, host_slots=8)
     copies = visited(kv, request(range(16)), request(range(100, 116)))
     assert (copies.ticket, outs(copies), backs(copies)) == (1, [3, 2, 1, 0], [])
     assert len(kv.tier) == 4
@@ -53,7 +60,7 @@ def test_what_is_evicted_comes_back_from_the_host() -> None:
 
 
 def test_a_copy_that_is_kept_is_not_made_twice() -> None:
-    kv = KVManager(4, BLOCK, host_slots=8)
+    kv = patient(4, host_slots=8)
     visited(kv, request(range(16)), request(range(100, 116)))
     # Its last block is computed once more, the three before it come back.
     copies = visited(kv, request(range(16)))
@@ -69,7 +76,7 @@ def test_off_by_default_and_without_a_prefix_cache() -> None:
 
 
 def test_the_oldest_makes_room_and_never_a_parent_before_its_child() -> None:
-    kv = KVManager(4, BLOCK, host_slots=3)
+    kv = patient(4, host_slots=3)
     visited(kv, request(range(16)), request(range(100, 116)))
     # The last of four blocks went out first and had to go for the first of all.
     assert len(kv.tier) == 3
@@ -79,7 +86,7 @@ def test_the_oldest_makes_room_and_never_a_parent_before_its_child() -> None:
 
 
 def test_a_child_is_not_restored_without_its_parents() -> None:
-    kv = KVManager(6, BLOCK, host_slots=8)
+    kv = patient(6, host_slots=8)
     visited(kv, request(range(16)), request(range(100, 124)))
     kv.in_memory = 1
     again = request(range(17))
@@ -90,7 +97,7 @@ def test_a_child_is_not_restored_without_its_parents() -> None:
 
 
 def test_what_two_prompts_share_is_restored_once() -> None:
-    kv = KVManager(8, BLOCK, host_slots=16)
+    kv = patient(8, host_slots=16)
     visited(kv, request(range(16)), request(range(100, 132)))
     first, second = request(range(17)), request([*range(12), 90, 91, 92, 93, 94])
     assert kv.match(first) == 16
@@ -102,7 +109,7 @@ def test_what_two_prompts_share_is_restored_once() -> None:
 
 
 def test_whoever_gets_a_block_that_a_copy_still_reads_has_its_ticket() -> None:
-    kv = KVManager(4, BLOCK, host_slots=8)
+    kv = patient(4, host_slots=8)
     visited(kv, request(range(16)))
     other = request(range(100, 110))
     compute(kv, other)
@@ -120,8 +127,24 @@ def test_whoever_gets_a_block_that_a_copy_still_reads_has_its_ticket() -> None:
     assert fourth.copy_ticket == 0 or kv.copies.take().copies
 
 
+def test_few_copies_do_not_queue_and_keep_their_order() -> None:
+    kv = KVManager(4, BLOCK, host_slots=8)
+    visited(kv, request(range(16)), request(range(100, 116)))
+    again = request(range(16))
+    kv.match(again)
+    asked = kv.copies.take()
+    assert (asked.ticket, asked.copies, again.copy_ticket) == (0, (), 0)
+    assert [copy.to_host for copy in asked.first] == [True] * 3 + [False] * 3
+    kv.copies.few = 2
+    kv.release(again)
+    kv.match(other := request(range(100, 117)))
+    asked = kv.copies.take()
+    assert asked.first == ()
+    assert other.copy_ticket == asked.ticket > 0
+
+
 def test_a_stream_that_needs_a_block_now_does_not_queue_behind_a_prompts_copies() -> None:
-    kv = KVManager(6, BLOCK, host_slots=8)
+    kv = patient(6, host_slots=8)
     visited(kv, request(range(20)))
     stream = request(range(50, 54))
     compute(kv, stream)
@@ -142,7 +165,7 @@ def test_a_stream_that_needs_a_block_now_does_not_queue_behind_a_prompts_copies(
 
 
 def test_a_shrink_keeps_what_the_host_has_and_copies_nothing() -> None:
-    kv = KVManager(4, BLOCK, host_slots=8)
+    kv = patient(4, host_slots=8)
     visited(kv, request(range(16)), request(range(100, 116)), request(range(16)))
     kv.resize(1)
     kv.check([])
@@ -154,7 +177,7 @@ def test_a_shrink_keeps_what_the_host_has_and_copies_nothing() -> None:
 
 
 def test_a_shrink_forgets_what_lost_its_parent() -> None:
-    kv = KVManager(5, BLOCK, host_slots=8)
+    kv = patient(5, host_slots=8)
     visited(kv, request(range(20)))
     visited(kv, request(range(100, 108)))
     assert len(kv.tier) == 2
@@ -165,7 +188,7 @@ def test_a_shrink_forgets_what_lost_its_parent() -> None:
 
 
 def test_what_is_gone_from_the_device_alone_is_no_eviction() -> None:
-    kv = KVManager(4, BLOCK, host_slots=4)
+    kv = patient(4, host_slots=4)
     visited(kv, request(range(16)))
     assert len(kv.take_events()[0]) == 4
     visited(kv, request(range(100, 116)))
@@ -176,7 +199,7 @@ def test_what_is_gone_from_the_device_alone_is_no_eviction() -> None:
 
 
 def test_a_block_computed_once_more_takes_the_hosts_copy_as_its_own() -> None:
-    kv = KVManager(4, BLOCK, host_slots=8)
+    kv = patient(4, host_slots=8)
     visited(kv, request(range(16)), request(range(100, 116)))
     kv.take_events()
     scoring = request(range(16), prompt_logprobs=0)

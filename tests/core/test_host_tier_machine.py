@@ -36,6 +36,10 @@ class TieredKVMachine(KVMachine):
         self._take()
         self.kv.copies.landed = self.made
 
+    @rule(n_blocks=st.sampled_from([0, 2, 32]))
+    def hurry(self, n_blocks: int) -> None:
+        self.kv.copies.few = n_blocks
+
     @rule(n_blocks=st.integers(1, LARGEST))
     def have_memory(self, n_blocks: int) -> None:
         self.kv.in_memory = n_blocks

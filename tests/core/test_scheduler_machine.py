@@ -38,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 2, 3, 8]),
         prefix_cache=st.booleans(),
         host_slots=st.sampled_from([0, 0, 1, 3, 30]),
+        few_blocks=st.sampled_from([0, 0, 2, 32]),
     )
     def start(self, partial_prefills: int, **knobs: int) -> None:
         self.engine = SchedulerHarness(

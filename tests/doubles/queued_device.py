@@ -261,6 +261,7 @@ def queued_engine(
     runner: QueuedRunner,
     depth: int = 1,
     host_slots: int = 0,
+    few_blocks: int = 0,
     without: tuple[str, str] | None = None,
     **settings: Any,
 ) -> Engine:
@@ -274,6 +275,7 @@ def queued_engine(
         sampler=QueuedSampler(runner.queue, runner.vocab_size, base_seed=7),
         **settings,
     )
+    engine.kv.copies.few = few_blocks
     tokens = _QueuedTokens(runner.queue) if depth else None
     feed = Feed(_QueuedStaging(runner.queue), tokens)
     object.__setattr__(engine._steps._context, "feed", feed)

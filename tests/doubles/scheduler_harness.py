@@ -36,10 +36,12 @@ class SchedulerHarness:
         max_model_len: int = 4096,
         prefix_cache: bool = True,
         host_slots: int = 0,
+        few_blocks: int = 0,
         fault: Callable[[Key, int], Fault | None] | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.kv = KVManager(n_blocks, block_tokens, prefix_cache, host_slots)
+        self.kv.copies.few = few_blocks
         limits = SchedulerLimits(
             max_num_seqs=max_num_seqs,
             max_queue=max_queue,

@@ -92,6 +92,7 @@ def engine_of(draw: random.Random, runner: QueuedRunner, clock: ManualClock) -> 
         depth=draw.choice((0, 1, 1)),
         kv_blocks=draw.choice((12, 14, 20, 64)),
         host_slots=draw.choice((0, 3, 9, 60)),
+        few_blocks=draw.choice((0, 2, 32)),
         max_model_len=CONTEXT,
         max_num_seqs=draw.choice((1, 3, 5)),
         prefill_chunk_tokens=draw.choice((3, 12, 64)),

@@ -79,7 +79,8 @@ def test_a_device_at_any_pace_gives_the_right_texts(depth: int, seed: int) -> No
     pace = random.Random(seed)
     choices = ((0,), (0, 0, 1), (0, 1, 3, 9))[seed % 3]
     runner = QueuedRunner(lambda: pace.choice(choices), vocab_size=VOCAB)
-    engine = queued_engine(runner, depth, host_slots=(100, 9)[seed // 3], **SETTINGS)
+    more = {"host_slots": (100, 9)[seed // 3], "few_blocks": (0, 2)[seed % 2]}
+    engine = queued_engine(runner, depth, **more, **SETTINGS)
     driver = played(engine, seed)
     assert [driver.tokens(rid) for rid in range(40)] == right(seed)
     assert engine.kv.tier.n_copied_back > 0

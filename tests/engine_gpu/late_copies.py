@@ -15,7 +15,7 @@ from engine_actor.core.block_copies import BlockCopy
 from engine_actor.engine import Engine
 from engine_actor.messages import Limit
 from engine_actor.model.runner_protocol import BlockStore, Runner
-from engine_actor.work.host_copies import Copies, StreamCopies
+from engine_actor.work.host_copies import Copies, DirectCopies, StreamCopies
 from engine_actor.work.streams import CudaStreams
 from tests.engine.driver import Driver
 from tests.engine.real_engine import BLOCK, Loaded
@@ -71,6 +71,8 @@ def use_late_copies(
     """Give every engine made from now on such copies; late: or copies in time."""
 
     def make(runner: Runner, n_slots: int) -> Copies:
+        if not n_slots:
+            return DirectCopies(None)
         store = runner.host_blocks(n_slots)
         api = CopyApi(torch.device("cuda", torch.cuda.current_device()), without)
         return StreamCopies(LateBlocks(store) if late else store, api, api.copies)
@@ -78,10 +80,14 @@ def use_late_copies(
     patch.setattr("engine_actor.engine.make_copies", make)
 
 
-def small_engine(loaded: Loaded, **more: Any) -> Engine:
-    """A pool that holds hardly two of the trunks, steps ahead of the host."""
+def small_engine(loaded: Loaded, few_blocks: int = 0, **more: Any) -> Engine:
+    """A pool that holds hardly two of the trunks, steps ahead of the host. few_blocks: of one
+    sequence that are copied on the works' stream.
+    """
     settings = {"kv_blocks": 9, "max_num_seqs": 3, "prefill_chunk_tokens": 16}
-    return loaded.engine(**(settings | more))
+    engine = loaded.engine(**(settings | more))
+    engine.kv.copies.few = few_blocks
+    return engine
 
 
 def one_by_one(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
