@@ -30,6 +30,12 @@ __device__ __forceinline__ uint4 shared_16(unsigned from) {
     return v;
 }
 
+__device__ __forceinline__ uint2 shared_8(unsigned from) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from));
+    return v;
+}
+
 __device__ __forceinline__ unsigned shared_4(unsigned from) {
     unsigned v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(from));

@@ -50,6 +50,17 @@ constexpr int MIDDLE = 1 << (WIDTH - 1);
 template <int WIDTH>
 constexpr int UPPER_PLACE = WIDTH;
 
+// So bare codes of rows 0 .. 7 are their values and MIDDLE, times 2^-24, of rows 8 .. 15 times
+// 2^(WIDTH - 24). A of the product with x that takes MIDDLE off, and what sums are to be multiplied
+// by in the end.
+template <int WIDTH>
+constexpr unsigned LESS_LOWER = 0x80008000u + MIDDLE<WIDTH> * 0x10001u;
+template <int WIDTH>
+constexpr unsigned LESS_UPPER = 0x80008000u + (MIDDLE<WIDTH> * 0x10001u << UPPER_PLACE<WIDTH>);
+constexpr float LOWER_UNIT = 16777216.0f;
+template <int WIDTH>
+constexpr float UPPER_UNIT = LOWER_UNIT / (1 << UPPER_PLACE<WIDTH>);
+
 // The words of a block to 16 pairs of bare codes: those of even pairs at bit 0, of odd at bit WIDTH.
 STRIP_INLINE void bare_pairs(const unsigned (&words)[4], unsigned (&pairs)[PAIRS]) {
 #ifdef __CUDACC__

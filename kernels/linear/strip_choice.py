@@ -8,7 +8,10 @@ layers take the shapes of wide ones there. Kept apart so that re-measuring chang
 
 from __future__ import annotations
 
+from kernels.linear import strip_stream
+from kernels.linear.strip import StripWeights
 from kernels.linear.strip_gemv import GemvTile
+from kernels.linear.strip_stream import StreamTile
 
 FEW, MIDDLE = 1.75, 5.5
 """Strips for each multiprocessor: below FEW a layer is narrow, above MIDDLE it is wide."""
@@ -16,6 +19,11 @@ SHORT_STEPS = 16
 """K in steps of 128: up to here a turn or two is all."""
 MOST_SHORT = 16
 """A short layer with more strips than so many for each multiprocessor is a head: many waves."""
+
+STREAM_ROWS = {4: 4, 3: 8}
+"""Up to so many rows, by bits, a grid that stays is faster for many strips. 0 switches it off."""
+ONE_WAVE = (16, 20)
+"""Strips for each multiprocessor that WAVE_PAIRS has all in flight at once."""
 
 ALONE = {
     4: GemvTile(8, warps=32, unroll=1),
@@ -31,6 +39,7 @@ WIDE_PAIRS = {
     4: GemvTile(8, warps=4, unroll=1, strips=2, resident=6, signed=True),
     3: GemvTile(8, warps=4, unroll=1, strips=2, resident=5, signed=True),
 }
+WAVE_PAIRS = GemvTile(8, warps=2, unroll=1, strips=2, resident=10, signed=True)
 WIDE_FOURS = GemvTile(8, warps=4, unroll=1, strips=4, resident=3)
 
 ALONG_K_16 = GemvTile(16, warps=16, unroll=1, prefetch=True, signed=True)
@@ -69,6 +78,19 @@ def choose_tile(m: int, strips: int, columns: int, bits: int, multiprocessors: i
     return HALF_K_PAIRS_32 if share > 1 else ALONG_K_PAIRS_32
 
 
+def choose_stream(
+    m: int, weights: StripWeights, sm: int, multiprocessors: int
+) -> StreamTile | None:
+    """For m rows of x: a grid that stays while strips stream by; None where it does not pay."""
+    if m > STREAM_ROWS[weights.bits] or sm != strip_stream.SM:
+        return None
+    if weights.strips <= MIDDLE * multiprocessors:
+        return None
+    columns = weights.padded_columns
+    refused = strip_stream.refuse_stream(weights.group, columns)
+    return None if refused else strip_stream.stream_tile(columns)
+
+
 def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:
     is_short = steps <= SHORT_STEPS
     if share <= 1:
@@ -79,7 +101,9 @@ def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:
         return HALF_K[bits]
     if bits == 4:
         return WIDE_PAIRS[bits] if is_short else WIDE
-    return WIDE_FOURS if is_short else WIDE_PAIRS[bits]
+    if is_short:
+        return WIDE_FOURS
+    return WAVE_PAIRS if ONE_WAVE[0] < share <= ONE_WAVE[1] else WIDE_PAIRS[bits]
 
 
 def _up_to_16(share: float, steps: int, bits: int) -> GemvTile:

@@ -22,15 +22,18 @@ from kernels.linear.strip_choice import (
     HALF_K,
     HALF_K_16,
     HALF_K_PAIRS_32,
+    WAVE_PAIRS,
     WIDE,
     WIDE_32,
     WIDE_FOURS,
     WIDE_PAIRS,
     WIDE_PAIRS_16,
     WIDE_THREES_16,
+    choose_stream,
     choose_tile,
 )
 from kernels.linear.strip_gemv import GemvTile, launch_gemv
+from kernels.linear.strip_stream import StreamTile, launch_stream, stream_tile
 from kernels.linear.weights import LinearFn, Weights
 from kernels.pack.dense_linear import DenseLinear
 from kernels.spec.device import device_info
@@ -54,7 +57,8 @@ class StripFew:
         self.weights = weights
         self.gated = gated
         self.width = weights.out_features // (2 if gated else 1)
-        self.multiprocessors = device_info(weights.words.device).multiprocessors
+        card = device_info(weights.words.device)
+        self.multiprocessors, self.sm = card.multiprocessors, card.sm
         self._launch_dependents = launch_dependents
         # The kernel ahead of the first call may be the one that wrote the weights.
         self._is_first = True
@@ -65,7 +69,7 @@ class StripFew:
         *,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        tile: GemvTile | None = None,
+        tile: GemvTile | StreamTile | None = None,
     ) -> torch.Tensor:
         """residual: fp16, shaped like y and added last. out: where y goes, contiguous fp16; may be
         the residual itself. tile: forced.
@@ -95,10 +99,14 @@ class StripFew:
         """Add y to the stream, and leave the stream for the product behind the next norm, whose
         weight is next_weight f32[N].
         """
-        tile = self._tile(x.shape[0])
+        tile = self._gemv_tile(x.shape[0])
         self._launch(x, None, carry.x, tile, carried=carry, next_weight=next_weight)
 
-    def _tile(self, rows: int) -> GemvTile:
+    def _tile(self, rows: int) -> GemvTile | StreamTile:
+        stream = choose_stream(rows, self.weights, self.sm, self.multiprocessors)
+        return stream or self._gemv_tile(rows)
+
+    def _gemv_tile(self, rows: int) -> GemvTile:
         weights = self.weights
         columns = weights.padded_columns
         return choose_tile(rows, weights.strips, columns, weights.bits, self.multiprocessors)
@@ -108,17 +116,32 @@ class StripFew:
         x: torch.Tensor,
         residual: torch.Tensor | None,
         y: torch.Tensor,
-        tile: GemvTile,
+        tile: GemvTile | StreamTile,
         normed: Carry | None = None,
         carried: Carry | None = None,
         next_weight: torch.Tensor | None = None,
     ) -> None:
         overlap = self._launch_dependents and not self._is_first
         self._is_first = False
+        x = rows_for(x, self.weights)
+        if isinstance(tile, StreamTile):
+            assert carried is None, "nothing is added to the stream here"
+            launch_stream(
+                tile,
+                self.weights,
+                x,
+                residual,
+                y,
+                multiprocessors=self.multiprocessors,
+                gated=self.gated,
+                launch_dependents=overlap,
+                normed=normed,
+            )
+            return
         launch_gemv(
             tile,
             self.weights,
-            rows_for(x, self.weights),
+            x,
             residual,
             y,
             gated=self.gated,
@@ -178,6 +201,7 @@ SHIPPED = (
             ALONE[3],
             HALF_K[3],
             WIDE_PAIRS[3],
+            WAVE_PAIRS,
             WIDE_FOURS,
             WIDE_PAIRS_16[3],
             WIDE_32[3],
@@ -204,6 +228,13 @@ SHIPPED = (
         for tile in (ALONE[4], ALONG_K, HALF_K[4], WIDE_PAIRS[4], ALONG_K_16, ALONG_K_32)
         for carries in (1, 2)
     ),
+    *(
+        stream_tile(columns).variant(bits, 128, offsets=False, gated=is_inner, normed=is_inner)
+        for bits in (4, 3)
+        for columns in (2048, 4096)
+        for is_inner in (False, True)
+    ),
+    stream_tile(4096).variant(4, 128, offsets=True),
 )
 """Every shape for W4 in symmetric groups of 128, the largest ones for W3 and for groups of 32 with
 offsets, gate and up on wide shapes, those with norms where they are in use; other kinds of weights

@@ -116,15 +116,13 @@ __device__ __forceinline__ Columns load_columns(const __half* from, int there) {
 
 using Sums = float[STRIPS][TILES][4];
 
-// A of a product that sums x up, of a strip's rows 0 .. 7 and 8 .. 15: ones, or -8 (or -4) as bare
-// codes are.
-constexpr unsigned MIDDLE = strip::MIDDLE<BITS> * 0x10001u;
+// A of a product that sums x up, of a strip's rows 0 .. 7 and 8 .. 15: ones, or what bare codes are
+// too much; and what sums are to be multiplied by in the end.
 constexpr unsigned ONES = 0x3c003c00;
-constexpr unsigned OF_LOWER = BARE ? 0x80008000u + MIDDLE : ONES;
-constexpr unsigned OF_UPPER = BARE ? 0x80008000u + (MIDDLE << strip::UPPER_PLACE<BITS>) : ONES;
-// What sums of bare codes are to be multiplied by in the end, by the codes' place.
-constexpr float UNIT = BARE ? 16777216.0f : 1.0f;
-constexpr float UPPER_UNIT = BARE ? UNIT / (1 << strip::UPPER_PLACE<BITS>) : 1.0f;
+constexpr unsigned OF_LOWER = BARE ? strip::LESS_LOWER<BITS> : ONES;
+constexpr unsigned OF_UPPER = BARE ? strip::LESS_UPPER<BITS> : ONES;
+constexpr float UNIT = BARE ? strip::LOWER_UNIT : 1.0f;
+constexpr float UPPER_UNIT = BARE ? strip::UPPER_UNIT<BITS> : 1.0f;
 
 // sums += scale * products + offset * (sum of x over the group); x_sums are -8 (or -4) times that
 // where codes are bare. The two rows of a lane differ.

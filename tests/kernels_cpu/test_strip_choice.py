@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.linear.strip_choice import choose_tile
+from kernels.linear.strip import StripWeights
+from kernels.linear.strip_choice import choose_stream, choose_tile
 from kernels.linear.strip_few import SHIPPED, FewRows
+from kernels.linear.strip_stream import SHAPES, stream_tile
 from kernels.spec.op import OpKey
 
 KEY = OpKey("linear", "cuda", "float16", n=2048, k=2048, bits=4, group=128)
@@ -46,6 +49,53 @@ def test_every_w4_call_takes_a_shipped_shape(m: int, n: int, k: int, multiproces
 def test_few_strips_take_many_warps(n: int, k: int, multiprocessors: int, warps: int) -> None:
     """The one thing that decides."""
     assert choose_tile(1, n // 16, k, 4, multiprocessors).warps == warps
+
+
+@dataclass
+class Shape:
+    """What decides of a layer in strips."""
+
+    strips: int
+    padded_columns: int
+    bits: int = 4
+    group: int = 128
+    offsets: None = None
+
+
+@pytest.mark.parametrize(
+    ("m", "shape", "sm", "is_stream"),
+    [
+        (1, Shape(1376, 2048), 90, True),
+        (4, Shape(1792, 4096), 90, True),
+        (8, Shape(1376, 2048, bits=3), 90, True),
+        (5, Shape(1376, 2048), 90, False),  # as fast without
+        (9, Shape(1376, 2048, bits=3), 90, False),  # more rows than it has registers for
+        (1, Shape(2368, 3584), 90, False),
+        (1, Shape(1376, 2048), 86, False),  # bulk copies are Hopper's
+        (1, Shape(128, 2048), 90, False),  # a strip for each multiprocessor
+        (1, Shape(1376, 2048, group=64), 90, False),
+        (1, Shape(1376, 2176), 90, False),  # half a warp's columns are left over
+        (1, Shape(1376, 8192), 90, False),  # a strip takes too much room
+    ],
+)
+def test_many_strips_stream_by_on_hopper(m: int, shape: Shape, sm: int, is_stream: bool) -> None:
+    """And nothing changes on the cards of sm_86."""
+    tile = choose_stream(m, cast("StripWeights", shape), sm, 132)
+    assert (tile is not None) == is_stream
+    if tile is not None:
+        assert tile.warps * tile.columns == shape.padded_columns
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("warps", sorted(SHAPES))
+def test_strips_fit_shared_memory(warps: int, offsets: bool, bits: int) -> None:
+    """227 KiB are a block's; every set has a slot, and so has what is on its way."""
+    for group in (64, 128):
+        tile = stream_tile(256 * warps)
+        assert tile.variant(bits, group, offsets).max_shared_bytes <= 227 * 1024
+        assert tile.depth >= max(tile.sets, tile.window)
+        assert tile.threads <= 1024
 
 
 def test_more_rows_take_turns() -> None:

@@ -27,6 +27,7 @@ from kernels.linear.op import LINEAR
 from kernels.linear.reference import linear_reference
 from kernels.linear.strip import to_strips
 from kernels.linear.strip_few import StripFew
+from kernels.linear.strip_stream import SM, StreamTile
 from kernels.spec.device import compute_capability
 from tests.kernels_gpu import (
     gemm_cases,
@@ -56,6 +57,17 @@ def few_rows(name: str, rows: int) -> None:
     given = strips.case(name, seed=rows)
     x = given.x(rows, rows)
     near(StripFew(given.strips)(x), given.reference(x))
+
+
+def strip_stream(name: str, columns: int, sets: int) -> None:
+    """On Hopper. Slots are taken again."""
+    given = strips.case(name, seed=sets)
+    if compute_capability(strips.CUDA) != SM:
+        return
+    layer, x = StripFew(given.strips), given.x(7, sets)
+    layer.multiprocessors = 2
+    warps = given.strips.padded_columns // columns
+    near(layer(x, tile=StreamTile(8, warps, columns, 3, 2, sets)), given.reference(x))
 
 
 def many_rows(tiles: Mapping[Any, Any], name: str, rows: int, splits: int) -> None:
@@ -122,6 +134,10 @@ CASES: dict[str, Callable[[], None]] = {
     "linear/strip_gemv.cu w3, tails": partial(few_rows, "w3 g128 zeros, bias, ragged", 16),
     "linear/strip_gemv.cu norms": partial(carried_norm, torch.float16, False),
     "linear/strip_gemv.cu norms, gate": partial(carried_norm, torch.float32, True),
+    "linear/strip_stream.cu w4": partial(strip_stream, "w4 g128", 256, 2),
+    "linear/strip_stream.cu w3, tails": partial(
+        strip_stream, "w3 g128 zeros, bias, ragged", 128, 1
+    ),
     "linear/w8_gemv.cu": partial(test_rows_cuda.test_w8_gemv, 9, 37, 256, 64, "float16"),
     "linear/w8_rows.cu": partial(test_rows_cuda.test_w8_rows, 33, 37, 64, "bfloat16"),
     "linear/seed_gemv.cu w4": partial(backend, "cuda.seed_gemv", 4, 1),
