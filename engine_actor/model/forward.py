@@ -168,7 +168,7 @@ class ModelRunner:
             PrefillBuckets.up_to(max_rows, max_context, ops.StagedPrompts.SEQUENCES),
             forward.of,
             self._rotary,
-            lambda: (*self.kv.addresses(), self.kv.n_blocks),
+            self.kv.place,
             CudaCapture(self.device),
             vocab_size=self.vocab_size,
             head_dim=self.config.head_dim,

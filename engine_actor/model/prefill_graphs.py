@@ -39,9 +39,8 @@ class _Step:
 
 
 class PrefillGraphs:
-    """forward_of: staged prompts -> their forward. addresses: of the KV cache now, and its size: a
-    captured gather of torch's holds that too. capture: not the one of decode graphs, beside which
-    these may run.
+    """forward_of: staged prompts -> their forward. addresses: of the KV cache now, and what else of
+    it a graph keeps. capture: not the one of decode graphs, beside which these may run.
 
     The logits of a call are overwritten by the next one.
     """
@@ -109,15 +108,17 @@ class PrefillGraphs:
         return torch.stack([self._logits[index] for index in wanted])
 
     def warm_up(self) -> None:
-        """Compile, load and capture every number of rows at the fewest keys, the largest first:
-        what it takes serves all others. No KV is written.
+        """Compile, load and capture every bucket, the largest first: what it takes serves all
+        others. A capture takes a step's time several times over, which nobody should wait for who
+        streams meanwhile. No KV is written.
         """
-        for rows in reversed(self.buckets.rows):
-            bucket = PrefillBucket(rows, self.buckets.keys[0])
-            step = self._step(bucket)
-            step.staged.clear()
-            if not self._graphs.warm_up(bucket, step.run):
-                return
+        for keys in reversed(self.buckets.keys):
+            for rows in reversed(self.buckets.rows):
+                bucket = PrefillBucket(rows, keys)
+                step = self._step(bucket)
+                step.staged.clear()
+                if not self._graphs.warm_up(bucket, step.run):
+                    return
 
     def cache_moved(self) -> None:
         """To be called after whatever may have moved the KV cache."""

@@ -109,7 +109,7 @@ def _prefill_graph_parts(shape: StepShape, settings: Settings) -> Iterator[Part]
     largest = replace(settings, chunk_tokens=rows, max_model_len=keys)
     peak = prompt_bytes(replace(shape, partial_prefills=sequences), largest)
     nbytes = prefill_graphs.graph_bytes(buckets, peak)
-    yield Part("prefill graphs", nbytes, f"{len(buckets)} at most, made with use")
+    yield Part("prefill graphs", nbytes, f"{len(buckets)}, made at the start")
 
 
 def prompt_bytes(shape: StepShape, settings: Settings) -> int:

@@ -17,6 +17,7 @@ from itertools import accumulate, chain, groupby
 
 import torch
 
+from kernels.attention.gather import gather_slots
 from kernels.attention.op import Segment, on_device
 from kernels.pack.int8_kv import Int8KV
 from kernels.spec.device import device_info
@@ -228,7 +229,6 @@ def _keys(kv: torch.Tensor | Int8KV, run: PromptRun, dtype: torch.dtype) -> torc
     if isinstance(kv, Int8KV):
         index = slice(run.start, run.start + run.n_keys) if run.slots is None else run.slots
         return kv.tokens(index, dtype)
-    flat = kv.flatten(0, 1)
     if run.slots is None:
-        return flat[run.start : run.start + run.n_keys]
-    return flat.index_select(0, run.slots)
+        return kv.flatten(0, 1)[run.start : run.start + run.n_keys]
+    return gather_slots(kv, run.slots)

@@ -155,6 +155,24 @@ def test_the_cache_moves_between_prompts(folder: Callable[[str], Path]) -> None:
     del keep
 
 
+def test_graphs_outlive_the_growth_of_a_cache_that_stays(folder: Callable[[str], Path]) -> None:
+    """Blocks that were not there yet as they were captured are read like all others."""
+    runner, twin = prepared(folder("llama")).runner, prepared(folder("llama")).runner
+    twin.resize_kv(16 * EACH)
+    wanted = run_all(twin, 1)
+    runner.reserve_kv(16 * EACH)
+    runner.resize_kv(1)
+    runner.warm_prefill()
+    counts = runner.prefill_graph_counts
+    captured = counts.graphs
+    assert captured == counts.eager > 10
+    runner.resize_kv(16 * EACH)
+    for name, (logits,) in run_all(runner, 1).items():
+        assert torch.equal(logits, wanted[name][0]), name
+    if runner.kv.why_not_fixed is None:
+        assert (counts.dropped, counts.graphs, counts.eager) == (0, captured, captured)
+
+
 def crowd(count: int = 20) -> list[list[int]]:
     draw = random.Random(7)
     return [[draw.randrange(3, 270) for _ in range(draw.randint(1, 120))] for _ in range(count)]

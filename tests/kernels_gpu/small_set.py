@@ -110,6 +110,7 @@ AMPERE, HOPPER = strip_gemm.TILES, strip_gemm_hopper.TILES
 CASES: dict[str, Callable[[], None]] = {
     "attention/paged_decode.cu fp16": partial(attention, False, None),
     "attention/paged_decode.cu int8": partial(attention, True, 33),
+    "attention/gather.cu": test_static_prompts.test_slots_are_gathered,
     "attention/decode_heads.cu fp16": partial(decode_heads, False),
     "attention/decode_heads.cu int8": partial(decode_heads, True),
     "kv/write.cu": partial(test_kv_cuda.test_store, 5, 64, 9, 3, "float16", True),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.attention.cuda import CudaAttention
+from kernels.attention.gather import gather_slots
 from kernels.attention.op import ATTENTION
 from kernels.attention.static_prompts import static_prompts_cuda
 from kernels.kv.stage_prompts import SEQUENCES, StagedPrompts, stage_prompts
@@ -81,6 +82,15 @@ def test_staged_as_in_torch(keys: int) -> None:
             for field in dataclasses.fields(StagedPrompts):
                 got, want = getattr(made, field.name).cpu(), getattr(wanted, field.name)
                 assert torch.equal(got, want), (name, field.name)
+
+
+def test_slots_are_gathered() -> None:
+    for kv_heads, head_dim in ((2, 128), (1, 64), (5, 96)):
+        kv = torch.randn(9, BLOCK_TOKENS, 2, kv_heads, head_dim, device="cuda").half()
+        for count in (1, 7, 300):
+            slots = torch.randint(9 * BLOCK_TOKENS, (count,), dtype=torch.int32, device="cuda")
+            want = kv.flatten(0, 1)[slots.long()]
+            assert torch.equal(gather_slots(kv, slots), want)
 
 
 @pytest.mark.parametrize("int8", [False, True])

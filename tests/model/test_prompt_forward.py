@@ -222,7 +222,7 @@ def test_warming_up_writes_nothing() -> None:
     with torch.inference_mode():
         graphs.warm_up()
     assert runner.kv_checksum(tuple(range(64))) == before
-    assert graphs.counts.graphs == len(BUCKETS.rows)
+    assert graphs.counts.graphs == len(BUCKETS)
     runner.resize_kv(65)
     graphs.cache_moved()
-    assert graphs.counts.dropped == len(BUCKETS.rows)
+    assert graphs.counts.dropped == len(BUCKETS)
