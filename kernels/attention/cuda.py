@@ -204,11 +204,10 @@ def split_of(tiles: int, units: int, multiprocessors: int, kv_bits: int) -> Spli
 
 
 def _fair(tiles: int, units: int, places: int) -> int:
-    """Whole rounds of a block's warps, but half a round for short sequences."""
+    """Whole rounds of a block's warps."""
     fair = -(-tiles // max(1, places // units))
-    rooted = math.isqrt(tiles) // FEW_WARPS * FEW_WARPS
-    each = max(fair, rooted, -(-tiles // MOST_SPLITS), FEW_WARPS // 2)
-    return each if each <= FEW_WARPS else -(-each // FEW_WARPS) * FEW_WARPS
+    rounds = max(-(-fair // FEW_WARPS), math.isqrt(tiles) // FEW_WARPS, 1)
+    return max(rounds, -(-tiles // (MOST_SPLITS * FEW_WARPS))) * FEW_WARPS
 
 
 class CudaAttention:

@@ -390,6 +390,7 @@ __device__ __forceinline__ void finish(const Online& state, int active, float* s
     const auto weight = [&](int s) {
         return *reinterpret_cast<const float4*>(sums + s * HEADS + quad);
     };
+    const float none = __uint_as_float(ABSENT);
     float4 whole = make_float4(0.f, 0.f, 0.f, 0.f);
     for (int first = 0; first < parts - 1; first += Arrivals::AT_ONCE) {
         if (first > 0) came.wait(sums_of, first, parts - 1, nullptr);
@@ -397,10 +398,9 @@ __device__ __forceinline__ void finish(const Online& state, int active, float* s
         for (int s = 0; s < Arrivals::AT_ONCE; ++s) {
             if (first + s >= parts - 1) break;
             add_scaled(whole, *reinterpret_cast<const float4*>(&came.sums[s]), weight(first + s));
+            *sums_of(first + s) = make_float4(none, none, none, none);
         }
     }
     add_scaled(whole, sum, weight(parts - 1));
     store_heads(out, whole, quad, heads);
-    const float none = __uint_as_float(ABSENT);
-    for (int s = 0; s < parts - 1; ++s) *sums_of(s) = make_float4(none, none, none, none);
 }

@@ -18,7 +18,7 @@ from kernels.spec.op import OpKey
     [
         (1, 2, 16, Split(1, 8)),
         (16, 2, 8, Split(16, 8)),
-        (32, 2, 16, Split(4, 8)),  # one sequence of 512 tokens: eight blocks a KV head
+        (32, 2, 16, Split(8, 8)),  # one sequence of 512 tokens: four blocks a KV head
         (512, 2, 16, Split(16, 8)),
         (128, 128, 16, Split(128, 8)),  # as many pairs as multiprocessors: nothing is split
         (128, 128, 8, Split(128, 16)),
