@@ -164,6 +164,8 @@ def _first_difference(old: Any, new: Mapping[str, Any]) -> str:
 
 def _detail(old: Any, new: Any) -> str:
     """`codes: True, now False`: the first plain values that differ."""
+    if old is None or new is None:
+        return "now none" if new is None else "it had none"
     before, after = _flat(old), _flat(new)
     names = [*after, *before]
     name = next(name for name in names if before.get(name) != after.get(name))

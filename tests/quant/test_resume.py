@@ -86,7 +86,7 @@ def test_an_unfinished_run_is_not_taken_for_a_new_one(make_job, tmp_path):
     [
         ({"recipe": fixed_recipe("w3", 32)}, r"recipe \(name: w4, now w3\)"),
         ({"calibration": token_rows(6, 64, 9)}, "calibration text"),
-        ({"evaluation": None}, "evaluation text"),
+        ({"evaluation": None}, r"evaluation text \(now none\)"),
     ],
 )
 def test_another_job_cannot_go_on_where_this_one_stopped(make_job, tmp_path, change, named):
