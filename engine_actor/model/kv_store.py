@@ -96,11 +96,10 @@ class KVStore:
         return tuple(tensor.data_ptr() for layer in self.layers for tensor in _tensors(layer))
 
     def place(self) -> tuple[int, ...]:
-        """addresses(), and what else a graph that gathers keys holds: in INT8 torch's gather of
-        them, which knows the cache's size.
+        """addresses(), and what else a graph that gathers keys holds: torch's gather of them knows
+        the cache's size.
         """
-        size = (self.n_blocks,) if self.dtype == torch.int8 else ()
-        return self.addresses() + size
+        return (*self.addresses(), self.n_blocks)
 
     def arrays(self) -> list[torch.Tensor]:
         """Every array of the cache, [n_blocks, ...] each, in the order of block_bytes: the layers,

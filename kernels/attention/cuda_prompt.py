@@ -31,6 +31,10 @@ SQUARE_ROWS = 1024
 SQUARE_STEP = 512
 """Lengths that it is prepared for are multiples of this."""
 SQUARE_SM = 90
+OWN_GATHER = False
+"""Keys through gather.cu, which does not know the cache's size; off until a GPU has seen it."""
+READ_IN_A_ROW = False
+"""Equal prompts whose blocks follow each other are read where they lie; off until then, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ def _run(
             found = torch.cat((found, found[-1:].expand(padded - keys[0])))
         slots = on_device(found, device)
         return PromptRun(1, first, last, len(found), 0, slots, None, longest, padded)
-    if padded and _lie_in_a_row(prompts, block_tokens):
+    if padded and READ_IN_A_ROW and _lie_in_a_row(prompts, block_tokens):
         start, total = prompts[0].blocks[0] * block_tokens, sum(keys)
         return PromptRun(len(prompts), first, last, total, start, None, None, longest, padded)
     q_starts = [0, *accumulate(prompt.q_len for prompt in prompts)]
@@ -231,4 +235,6 @@ def _keys(kv: torch.Tensor | Int8KV, run: PromptRun, dtype: torch.dtype) -> torc
         return kv.tokens(index, dtype)
     if run.slots is None:
         return kv.flatten(0, 1)[run.start : run.start + run.n_keys]
-    return gather_slots(kv, run.slots)
+    if OWN_GATHER:
+        return gather_slots(kv, run.slots)
+    return kv.flatten(0, 1).index_select(0, run.slots)

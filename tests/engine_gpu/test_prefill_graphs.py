@@ -18,8 +18,10 @@ from engine_actor.core.plan import OverlapMode, PrefillChunk
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
 from engine_actor.model import graph_capture
+from engine_actor.model.kv_store import KVStore
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.work.inputs import BatchInputs, build_prefill
+from kernels.attention import cuda_prompt
 from tests.engine.real_engine import BLOCK, Loaded, load, texts
 
 pytestmark = pytest.mark.gpu
@@ -155,8 +157,13 @@ def test_the_cache_moves_between_prompts(folder: Callable[[str], Path]) -> None:
     del keep
 
 
-def test_graphs_outlive_the_growth_of_a_cache_that_stays(folder: Callable[[str], Path]) -> None:
-    """Blocks that were not there yet as they were captured are read like all others."""
+def test_graphs_outlive_the_growth_of_a_cache_that_stays(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that were not there yet as they were captured are read like all others, by a gather
+    that does not know how many there are."""
+    monkeypatch.setattr(cuda_prompt, "OWN_GATHER", True)
+    monkeypatch.setattr(KVStore, "place", KVStore.addresses)
     runner, twin = prepared(folder("llama")).runner, prepared(folder("llama")).runner
     twin.resize_kv(16 * EACH)
     wanted = run_all(twin, 1)

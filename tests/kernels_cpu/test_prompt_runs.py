@@ -91,8 +91,9 @@ def test_only_equal_prompts_without_padding_are_one_batch() -> None:
     ("second", "start"), [(range(259, 515), 12), (range(260, 516), None), (range(258, 514), None)]
 )
 def test_equal_prompts_that_follow_each_other_are_read_where_they_lie(
-    second: range, start: int | None
+    second: range, start: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cuda_prompt, "READ_IN_A_ROW", True)
     lists = [list(range(3, 259)), list(second)]
     (run,) = plan_attention_cuda([1024] * 2, [1024] * 2, lists, BLOCK, torch.device("cpu")).prompts
     assert (run.count, run.padded, run.n_keys) == (2, 1024, 2048)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.attention import cuda_prompt
 from kernels.attention.cuda import (
     ABSENT,
     CudaAttention,
@@ -122,7 +123,10 @@ def test_a_prompt_in_consecutive_blocks_is_read_where_it_lies() -> None:
             assert error < ATTENTION.allowed("float16")
 
 
-def test_equal_prompts_in_consecutive_blocks_are_read_where_they_lie() -> None:
+def test_equal_prompts_in_consecutive_blocks_are_read_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_prompt, "READ_IN_A_ROW", True)
     count = 1024 // BLOCK_TOKENS
     lists = tuple(tuple(range(2 + i * count, 2 + (i + 1) * count)) for i in range(3))
     case = Case((1024,) * 3, (1024,) * 3, lists, 3 * count + 4)
