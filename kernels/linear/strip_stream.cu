@@ -5,8 +5,7 @@
 // once, and then takes its part of strip after strip: the loop is unpacking and products, little
 // else. One lane asks for whole strips by bulk copies, WINDOW of them at a time, because all that
 // are on their way come at about the same time; DEPTH find room. The WARPS parts of a strip are
-// added in the order of the warps, by one of them when it has left its part of the next, for as
-// many strips at a time as a buffer has room for.
+// added in the order of the warps, by one of them when it has left its part of the next.
 //
 // Reads once: weights, scales, offsets; x once a block. Loses where few strips are for each block:
 // nothing is added up before the first strip has come and x is summed (strip_gemv.cu).
@@ -264,16 +263,13 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
     const unsigned full_sums = shared_address(summed[set]), empty_sums = shared_address(taken[set]);
     float* const parts = reinterpret_cast<float*>(room + DEPTH * SLOT_BYTES) +
                          set * (BUFFERS * WARPS * BUFFER);
-    // A buffer holds as many strips' sums as it has rows of x for; a lane adds the parts of four
-    // neighbouring rows of one of them up.
-    const int most = ROWS / rows, after = lane / 4 / rows, m = lane / 4 - after * rows;
-    const int n = lane % 4 * 4;
-    const auto finish = [&](int first, int count, int buffer, unsigned parity) {
+    // Adds a strip's parts up, four neighbouring rows of it in a lane.
+    const auto finish = [&](int strip, int buffer, unsigned parity) {
         barrier_wait(full_sums + 8 * buffer, parity);
-        const bool is_mine = after < count;
+        const int m = lane / 4, n = lane % 4 * 4;
         float4 sum = {};
-        if (is_mine) {
-            const float* at = parts + buffer * (WARPS * BUFFER) + lane / 4 * PITCH + n;
+        if (m < rows) {
+            const float* at = parts + buffer * (WARPS * BUFFER) + m * PITCH + n;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float4 part = *reinterpret_cast<const float4*>(at + w * BUFFER);
@@ -282,14 +278,13 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(empty_sums + 8 * buffer);
-        const int strip = first + after * SETS;
-        const float scale = (NORMED ? scales_of_rows[m] : 1.0f) *
+        const float scale = (NORMED ? scales_of_rows[min(m, rows - 1)] : 1.0f) *
                             (n < 8 ? strip::LOWER_UNIT : strip::UPPER_UNIT<BITS>);
         const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = strip * strip::HEIGHT + n + i;
-            const bool is_there = is_mine && row < out_features;
+            const bool is_there = m < rows && row < out_features;
             float value = is_there ? epilogue.biased(row, sums[i] * scale) : 0.0f;
             if (GATED) {
                 const float up = __shfl_xor_sync(~0u, value, 2);
@@ -302,17 +297,16 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
 
     // The warps take turns with it, each when it has left its part of the strip after.
     float* const own = parts + warp * BUFFER + lane % 4 * 2 * PITCH + lane / 4;
-    int d = set, buffer = 0, turn = 0, inside = 0, first = begin + set, last = -1, last_count = 0;
+    int d = set, buffer = 0, turn = 0, last = -1;
     unsigned parity = 0, sums_parity = 0;
     const Place place(warp, lane);
     const auto finish_last = [&] {
         const bool is_first = buffer == 0;
         if (turn == warp)
-            finish(last, last_count, is_first ? BUFFERS - 1 : buffer - 1, sums_parity ^ is_first);
+            finish(last, is_first ? BUFFERS - 1 : buffer - 1, is_first ? sums_parity ^ 1 : sums_parity);
         if (++turn == WARPS) turn = 0;
-        last = -1;
     };
-    for (int strip = first; strip < end; strip += SETS) {
+    for (int strip = begin + set; strip < end; strip += SETS) {
         barrier_wait(full + 8 * d, parity);
         const Part part = read_part(slots + d * SLOT_BYTES, place);
         __syncwarp();
@@ -321,19 +315,13 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
         if (d >= DEPTH) d -= DEPTH, parity ^= 1;
         Sums sums = {};
         multiply_part(sums, part, kept);
-        if (inside == 0) barrier_wait(empty_sums + 8 * buffer, sums_parity ^ 1);
-        leave(sums, own + buffer * (WARPS * BUFFER) + inside * rows * PITCH, rows, lane);
-        const bool is_whole = ++inside == most || strip + SETS >= end;
-        if (is_whole) {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(full_sums + 8 * buffer);
-        }
+        barrier_wait(empty_sums + 8 * buffer, sums_parity ^ 1);
+        leave(sums, own + buffer * (WARPS * BUFFER), rows, lane);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full_sums + 8 * buffer);
         if (last >= 0) finish_last();
-        if (is_whole) {
-            last = first, last_count = inside;
-            first = strip + SETS, inside = 0;
-            if (++buffer == BUFFERS) buffer = 0, sums_parity ^= 1;
-        }
+        last = strip;
+        if (++buffer == BUFFERS) buffer = 0, sums_parity ^= 1;
     }
     if (last >= 0) finish_last();
 }
