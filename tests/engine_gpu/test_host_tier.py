@@ -31,7 +31,7 @@ from tests.engine_gpu.late_copies import (
 
 pytestmark = pytest.mark.gpu
 
-RUNS = 20
+RUNS = 6
 PROMPTS = asked(9)
 
 
