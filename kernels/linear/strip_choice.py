@@ -84,8 +84,9 @@ def choose_stream(
     """For m rows of x: a grid that stays while strips stream by; None where it does not pay."""
     if m > STREAM_ROWS[weights.bits] or sm != strip_stream.SM:
         return None
-    if weights.strips <= MIDDLE * multiprocessors:
-        return None
+    share = weights.strips / multiprocessors
+    if share <= MIDDLE or (weights.bits == 4 and share > MOST_SHORT):
+        return None  # a W4 head is bound by memory either way
     columns = weights.padded_columns
     refused = strip_stream.refuse_stream(weights.group, columns)
     return None if refused else strip_stream.stream_tile(columns)

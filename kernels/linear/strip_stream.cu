@@ -303,7 +303,7 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
     const auto finish_last = [&] {
         const bool is_first = buffer == 0;
         if (turn == warp)
-            finish(last, is_first ? BUFFERS - 1 : buffer - 1, is_first ? sums_parity ^ 1 : sums_parity);
+            finish(last, is_first ? BUFFERS - 1 : buffer - 1, sums_parity ^ is_first);
         if (++turn == WARPS) turn = 0;
     };
     for (int strip = begin + set; strip < end; strip += SETS) {

@@ -71,6 +71,8 @@ class Shape:
         (5, Shape(1376, 2048), 90, False),  # as fast without
         (9, Shape(1376, 2048, bits=3), 90, False),  # more rows than it has registers for
         (1, Shape(2368, 3584), 90, False),
+        (1, Shape(9496, 2048), 90, False),  # a head
+        (1, Shape(9496, 2048, bits=3), 90, True),
         (1, Shape(1376, 2048), 86, False),  # bulk copies are Hopper's
         (1, Shape(128, 2048), 90, False),  # a strip for each multiprocessor
         (1, Shape(1376, 2048, group=64), 90, False),

@@ -118,7 +118,7 @@ def test_a_norm_is_in_the_product(bits: int, gated: bool) -> None:
         stream = (torch.randn(rows, 2048, device=CUDA) * 3).half()
         by = test_carried_norm.weight(2048)
         found = []
-        for multiprocessors, kind in ((1000, GemvTile), (1, StreamTile)):
+        for multiprocessors, kind in ((1000, GemvTile), (2, StreamTile)):
             takes.multiprocessors = multiprocessors
             assert isinstance(takes._tile(rows), kind)
             carry = test_carried_norm.left(stream, by)
