@@ -249,7 +249,7 @@ def _shown(value: Any) -> str:
     """A switch without the folders of the machine it was given on."""
     if isinstance(value, list):
         return " ".join(_shown(part) for part in value)
-    return value.name if isinstance(value, Path) else str(value)
+    return Path(value).name if isinstance(value, Path) or "/" in str(value) else str(value)
 
 
 def main(arguments: list[str] | None = None) -> int:
