@@ -17,6 +17,7 @@ from kernels.linear.row_policy import seed_names
 from kernels.linear.seed import SeedBatchTile, SeedGemv, SeedTiled
 from kernels.linear.strip import to_strips
 from kernels.linear.strip_few import StripFew
+from kernels.linear.strip_gemm import GemmAmpere
 from kernels.linear.strip_gemm_hopper import GemmHopper
 from kernels.linear.weights import linear_key
 from kernels.pack.dequantise import dequantise
@@ -76,6 +77,11 @@ def ours_many(layers: Sequence[PackedLinear], m: int) -> list[Call]:
     return [GemmHopper().prepare(layer, torch.float16) for layer in layers]
 
 
+def ours_mma_sync(layers: Sequence[PackedLinear], m: int) -> list[Call]:
+    """What cards before sm_90 take for many rows."""
+    return [GemmAmpere().prepare(layer, torch.float16) for layer in layers]
+
+
 def seed(layers: Sequence[PackedLinear], m: int) -> list[Call]:
     """The seed's kernels by the seed's rule."""
     backends = {each.name: each for each in (SeedGemv(), SeedBatchTile(4), SeedTiled())}
@@ -129,6 +135,7 @@ CONTENDERS = (
     Contender("ours, strips", (4, 3), ours_few),
     Contender("ours, launches apart", (4, 3), ours_apart),
     Contender("ours, many rows", (4, 3), ours_many, least_rows=16),
+    Contender("ours, mma.sync", (4, 3), ours_mma_sync, least_rows=65),
     Contender("seed", (4, 3), seed),
     Contender("dequantise + cuBLAS", (4, 3), dequantise_cublas),
     Contender("cuBLAS fp16", (16,), cublas),

@@ -26,12 +26,15 @@ __device__ __forceinline__ void sort_w3(const unsigned (&w)[3], unsigned (&to)[4
     to[3] = masked_or(w[1] >> 3, 0x003f003f, last);
 }
 
-// W4: a byte is one pair of rows at one pair of columns; two words give two lanes theirs.
+// W4: a byte is one pair of rows at one pair of columns; two words give two lanes theirs. IS_TURNED:
+// in odd lanes words 0 and 1 change places, and 2 and 3.
+template <bool IS_TURNED>
 __device__ __forceinline__ void sort_w4(const unsigned (&w)[4], unsigned (&to)[4]) {
-    to[0] = __byte_perm(w[0], w[2], 0x6240);
-    to[1] = __byte_perm(w[0], w[2], 0x7351);
-    to[2] = __byte_perm(w[1], w[3], 0x6240);
-    to[3] = __byte_perm(w[1], w[3], 0x7351);
+    const unsigned first = IS_TURNED && threadIdx.x & 1 ? 0x7351 : 0x6240, second = first ^ 0x1111;
+    to[0] = __byte_perm(w[0], w[2], first);
+    to[1] = __byte_perm(w[0], w[2], second);
+    to[2] = __byte_perm(w[1], w[3], first);
+    to[3] = __byte_perm(w[1], w[3], second);
 }
 
 __device__ __forceinline__ void swap_if(bool swap, unsigned& a, unsigned& b) {
@@ -40,7 +43,9 @@ __device__ __forceinline__ void swap_if(bool swap, unsigned& a, unsigned& b) {
 }
 
 // Lane t of four gives word[u] to lane u: afterwards word[u] is what lane u gave. Two rounds of
-// pairwise exchange, each of them between lanes whose numbers differ in one bit.
+// pairwise exchange, each of them between lanes whose numbers differ in one bit. IS_TURNED: as
+// sort_w4() leaves them, and as the first round would put them.
+template <bool IS_TURNED>
 __device__ __forceinline__ void transpose_words(unsigned (&word)[4]) {
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {
@@ -49,25 +54,26 @@ __device__ __forceinline__ void transpose_words(unsigned (&word)[4]) {
         for (int i = 0; i < 4; ++i)
             if ((i & bit) == 0) {
                 unsigned &low = word[i], &high = word[i + bit];
-                swap_if(upper, low, high);  // high: what the other lane needs
+                // high: what the other lane needs
+                if (!IS_TURNED || bit > 1) swap_if(upper, low, high);
                 high = __shfl_xor_sync(0xffffffff, high, bit);
                 swap_if(upper, low, high);
             }
     }
 }
 
-// The block's four fragments, columns in order. scales: of its first and of its second half.
-template <int WIDTH, bool WITH_OFFSETS>
-__device__ __forceinline__ void natural_fragments(const unsigned (&words)[WIDTH],
-                                                  const Scales& first, const Scales& second,
-                                                  unsigned (&a)[4][4]) {
-    unsigned sorted[4];
-    if constexpr (WIDTH == 3) sort_w3(words, sorted);
-    else sort_w4(words, sorted);
-    transpose_words(sorted);
-#pragma unroll
-    for (int f = 0; f < 4; ++f)
-        fragment_of<WIDTH, WITH_OFFSETS>(sorted[f], f < 2 ? first : second, a[f]);
+// The codes of the block's four fragments, columns in order: word f is fragment f's. IS_TURNED saves
+// instructions, and changes no bit.
+template <int WIDTH, bool IS_TURNED>
+__device__ __forceinline__ void natural_words(const unsigned (&words)[WIDTH],
+                                              unsigned (&sorted)[4]) {
+    if constexpr (WIDTH == 3) {
+        sort_w3(words, sorted);
+        transpose_words<false>(sorted);
+    } else {
+        sort_w4<IS_TURNED>(words, sorted);
+        transpose_words<IS_TURNED>(sorted);
+    }
 }
 
 }  // namespace gemm

@@ -101,8 +101,8 @@ class Tile:
 TALL = Tile(warps_n=4, warps_m=1, strips=2, row_tiles=16, stages=4, blocks=2)
 LOW = Tile(warps_n=4, warps_m=1, strips=2, row_tiles=8, stages=3, blocks=3)
 TILES = {
-    TALL: TileCost(TALL.n, TALL.m, TALL.blocks, step=1.2, lone=0.8, fixed=6.2),
-    LOW: TileCost(LOW.n, LOW.m, LOW.blocks, step=1.15, lone=0.45, fixed=5.3),
+    TALL: TileCost(TALL.n, TALL.m, TALL.blocks, step=1.2, lone=0.85, fixed=7.0),
+    LOW: TileCost(LOW.n, LOW.m, LOW.blocks, step=1.2, lone=0.5, fixed=4.5),
 }
 
 

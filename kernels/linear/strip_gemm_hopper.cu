@@ -23,8 +23,12 @@ constexpr int SUMMING_THREADS = 128 * CONSUMERS;
 
 constexpr int THREADS = SUMMING_THREADS + 128;
 constexpr int STAGE_BYTES = TILE_M * 128;
+constexpr int BLOCK_VECTORS = BITS == 4 ? 32 : 24;  // of 16 bytes, in 64 columns of a strip
 constexpr int HALF_SCALES = GROUP == 32 ? 4 : GROUP == 64 ? 2 : 1;  // groups in 128 columns
 static_assert(GROUP == 0 || GROUP == 32 || GROUP == 64 || GROUP % 128 == 0);
+// Few rows: a product's operand is unpacked right before it, while the one before is multiplied.
+// With more rows all four of a step at once are faster.
+constexpr bool ONE_BY_ONE = ROW_TILES == 4;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -71,19 +75,26 @@ struct Source {
     const __half* scales;   // of the lane's first row in the strip's first group
     const __half* offsets;
     int column;             // the chunk's first
-    bool is_half;           // its second half is past the strip's end: x is zero there
+    int blocks;             // of the strip from there on; past its end x is zero
 
     __device__ __forceinline__ Source(const Problem& p, int strip, int first_step) {
         const int lane = threadIdx.x & 31;
-        constexpr int BLOCK_VECTORS = BITS == 4 ? 32 : 24;
         words = reinterpret_cast<const uint4*>(p.weights) +
                 ((size_t)strip * p.blocks + first_step) * BLOCK_VECTORS + lane;
         const size_t row = (size_t)strip * p.groups * 16 + (lane >> 2);
         scales = p.scales + row;
         offsets = p.offsets + row;
         column = first_step * 64;
-        is_half = first_step + 2 >= p.blocks;
+        blocks = p.blocks - first_step;
     }
+
+    __device__ __forceinline__ void advance() {
+        words += CHUNK_STEPS * BLOCK_VECTORS;
+        column += CHUNK_STEPS * 64;
+        blocks -= CHUNK_STEPS;
+    }
+
+    __device__ __forceinline__ bool is_half() const { return blocks <= 2; }
 };
 
 __device__ __forceinline__ unsigned load_rows(const __half* from) {
@@ -94,7 +105,7 @@ __device__ __forceinline__ unsigned load_rows(const __half* from) {
 
 template <int HALF>
 __device__ __forceinline__ void load_scales(const Source& from, Chunk& c) {
-    const int column = from.column + (HALF == 0 || from.is_half ? 0 : 128);
+    const int column = from.column + (HALF == 0 || from.is_half() ? 0 : 128);
     const int group = GROUP == 0 ? 0 : column / max(GROUP, 1);
 #pragma unroll
     for (int i = 0; i < HALF_SCALES; ++i) {
@@ -109,7 +120,7 @@ __device__ __forceinline__ void load_scales(const Source& from, Chunk& c) {
 template <int HALF>
 __device__ __forceinline__ void load_half(const Source& from, Chunk& c) {
     load_scales<HALF>(from, c);
-    const uint4* words = from.words + (HALF == 0 || from.is_half ? 0 : 64);
+    const uint4* words = from.words + (HALF == 0 || from.is_half() ? 0 : 64);
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
         const uint4 v = __ldg(words + s * 32);
@@ -143,14 +154,16 @@ __device__ __forceinline__ gemm::Scales scales_of(const unsigned (&rows)[1 + OFF
     return s;
 }
 
-// Step S of a chunk into fp16 fragments; what it leaves room for is loaded from `next`.
+// Step S of a chunk as the words of its fragments, with their scales; what it leaves room for is
+// loaded from `next`.
 template <int S>
-__device__ __forceinline__ void unpack_step(Chunk& c, uint4 (&planes)[3], const Source& next,
-                                            unsigned (&a)[4][4]) {
+__device__ __forceinline__ void take_step(Chunk& c, uint4 (&planes)[3], const Source& next,
+                                          unsigned (&sorted)[4], gemm::Scales (&scales)[2]) {
     constexpr int FIRST = HALF_SCALES * (S % 2) / 2;
     constexpr int SECOND = HALF_SCALES == 4 ? FIRST + 1 : FIRST;
-    gemm::natural_fragments<BITS, OFFSETS != 0>(c.words[S], scales_of(c.scales[S / 2][FIRST]),
-                                                scales_of(c.scales[S / 2][SECOND]), a);
+    gemm::natural_words<BITS, ONE_BY_ONE>(c.words[S], sorted);
+    scales[0] = scales_of(c.scales[S / 2][FIRST]);
+    scales[1] = scales_of(c.scales[S / 2][SECOND]);
     if constexpr (BITS == 4) {
         if constexpr (S == 1) load_half<0>(next, c);
         if constexpr (S == 3) load_half<1>(next, c);
@@ -170,12 +183,12 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
     int index = blockIdx.x;
     if (index >= units_of(p)) return;
     Unit u = unit_at(p, index);
-    const Source first(p, strip_of(p, u, warp), u.first_step);
+    Source next(p, strip_of(p, u, warp), u.first_step);
     if constexpr (BITS == 4) {
-        load_half<0>(first, chunk), load_half<1>(first, chunk);
+        load_half<0>(next, chunk), load_half<1>(next, chunk);
     } else {
-        load_plane<0>(first, planes), load_plane<1>(first, planes), load_plane<2>(first, planes);
-        load_scales<0>(first, chunk), load_scales<1>(first, chunk), take_planes(planes, chunk);
+        load_plane<0>(next, planes), load_plane<1>(next, planes), load_plane<2>(next, planes);
+        load_scales<0>(next, chunk), load_scales<1>(next, chunk), take_planes(planes, chunk);
     }
     // Weights never come from the kernel before; residual, scratch and the room for y may.
     wait_for_previous();
@@ -184,33 +197,59 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
         const bool is_end = following >= units_of(p);
         const Unit after = is_end ? u : unit_at(p, following);
         Sums sums = {};
-        unsigned a[2][4][4];
+        constexpr int ODD = ONE_BY_ONE ? 0 : 1;  // the fragments of odd steps
+        unsigned a[1 + ODD][4][4], sorted[4];
+        gemm::Scales scales[2];
         int before = 0;  // the stage that the products before these read
-        const auto multiply = [&](const unsigned(&fragments)[4][4], bool is_first) {
-            barrier_wait(full + turn.stage * 8, turn.parity);
-            products_begin();
-            const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
-#pragma unroll
-            for (int f = 0; f < 4; ++f) product(sums[0], fragments[f], b + 2 * f);
-            products_commit();
-            products_wait<1>();
+        const auto leave_before = [&](bool is_first) {
             if ((threadIdx.x & 31) == 0 && !is_first) barrier_arrive(empty + before * 8);
+        };
+        const auto multiply = [&](unsigned(&fragments)[4][4], bool is_first) {
+            if constexpr (ONE_BY_ONE) {
+                const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
+#pragma unroll
+                for (int f = 0; f < 4; ++f) {
+                    products_wait<3>();  // the one that read these registers
+                    gemm::fragment_of<BITS, OFFSETS != 0>(sorted[f], scales[f / 2], fragments[f]);
+                    if (f == 0) barrier_wait(full + turn.stage * 8, turn.parity);
+                    if (f == 3) leave_before(is_first);
+                    products_begin();
+                    product(sums[0], fragments[f], b + 2 * f);
+                    products_commit();
+                }
+            } else {
+#pragma unroll
+                for (int f = 0; f < 4; ++f)
+                    gemm::fragment_of<BITS, OFFSETS != 0>(sorted[f], scales[f / 2], fragments[f]);
+                barrier_wait(full + turn.stage * 8, turn.parity);
+                products_begin();
+                const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
+#pragma unroll
+                for (int f = 0; f < 4; ++f) product(sums[0], fragments[f], b + 2 * f);
+                products_commit();
+                products_wait<1>();
+                leave_before(is_first);
+            }
             before = turn.stage;
             turn.advance();
         };
 #pragma unroll 1
         for (int step = 0; step < u.steps; step += CHUNK_STEPS) {
             const bool goes_on = step + CHUNK_STEPS < u.steps;
-            const Source next(p, strip_of(p, goes_on ? u : after, warp),
+            if (ONE_BY_ONE && goes_on) {
+                next.advance();
+            } else {
+                next = Source(p, strip_of(p, goes_on ? u : after, warp),
                               goes_on ? u.first_step + step + CHUNK_STEPS : after.first_step);
-            unpack_step<0>(chunk, planes, next, a[0]);
+            }
+            take_step<0>(chunk, planes, next, sorted, scales);
             multiply(a[0], step == 0);
-            unpack_step<1>(chunk, planes, next, a[1]);
-            multiply(a[1], false);
-            unpack_step<2>(chunk, planes, next, a[0]);
+            take_step<1>(chunk, planes, next, sorted, scales);
+            multiply(a[ODD], false);
+            take_step<2>(chunk, planes, next, sorted, scales);
             multiply(a[0], false);
-            unpack_step<3>(chunk, planes, next, a[1]);
-            multiply(a[1], false);
+            take_step<3>(chunk, planes, next, sorted, scales);
+            multiply(a[ODD], false);
         }
         products_wait<0>();
         if ((threadIdx.x & 31) == 0) barrier_arrive(empty + before * 8);

@@ -102,10 +102,10 @@ TILES = {
     SQUARE: TileCost(SQUARE.n, SQUARE.m, SQUARE.blocks, step=0.42, lone=0.42, fixed=1.5),
     THREE: TileCost(THREE.n, THREE.m, THREE.blocks, step=0.58, lone=0.58, fixed=1.5),
     THIN: TileCost(THIN.n, THIN.m, THIN.blocks, step=0.39, lone=0.39, fixed=2.3),
-    SLIM: TileCost(SLIM.n, SLIM.m, SLIM.blocks, step=0.36, lone=0.36, fixed=2.0),
+    SLIM: TileCost(SLIM.n, SLIM.m, SLIM.blocks, step=0.31, lone=0.31, fixed=2.4),
     PAIR: TileCost(PAIR.n, PAIR.m, PAIR.blocks, step=0.52, lone=0.3, fixed=2.0),
     SMALL: TileCost(SMALL.n, SMALL.m, SMALL.blocks, step=0.36, lone=0.29, fixed=1.9),
-    LEAST: TileCost(LEAST.n, LEAST.m, LEAST.blocks, step=0.29, lone=0.28, fixed=1.6),
+    LEAST: TileCost(LEAST.n, LEAST.m, LEAST.blocks, step=0.275, lone=0.27, fixed=1.5),
 }
 
 
