@@ -90,11 +90,11 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
         say(line)
     require_fit(checkpoint.config, plan, budget)
     tuning, note = _tuning(options, checkpoint, device)
-    if note:
-        say(note)
     _require_layout(checkpoint.config, recipe)
     texts = calibration.tokens.numel() + evaluation.tokens.numel()
-    _require_room(options.target, _disk_bytes(checkpoint.config, plan, tuning, texts))
+    tuning, saving = _with_room(options.target, checkpoint.config, plan, tuning, texts)
+    for line in filter(None, (note, saving)):
+        say(line)
     job = Job(checkpoint, options.source, recipe, calibration, evaluation, device, tuning=tuning)
     try:
         report = convert(job, options.target, progress, options.resume)
@@ -239,23 +239,31 @@ def _require_layout(config: ModelConfig, recipe: Recipe) -> None:
             raise refusal(f"--group {grid.group}", f"no GPU kernel for {slot.name}: {why}")
 
 
-def _disk_bytes(config: ModelConfig, plan: Plan, tuning: Tuning | None, tokens: int) -> int:
-    """Layers are kept beside the target until it is whole, and so are tuned ones; the hidden states
-    of the texts and the state of a tuning are there twice while they are replaced.
+def _with_room(
+    target: Path, config: ModelConfig, plan: Plan, tuning: Tuning | None, tokens: int
+) -> tuple[Tuning | None, str]:
+    """(how to tune, a line about it) by the room on the disk. Layers are kept beside the target
+    until it is whole, and so are tuned ones; the hidden states of the texts and the state of a
+    tuning are there twice while they are replaced. A tuning whose state has no room is not saved on
+    its way. Raises CheckpointError where the rest has none.
     """
-    states = 2 * tokens * 4 * config.hidden
-    if tuning is None:
-        return 2 * plan.weights + states
-    return 3 * plan.weights + states + 2 * state_bytes(config, tuning)
+    free, parent = _room(target)
+    least = 2 * tokens * 4 * config.hidden + (2 if tuning is None else 3) * plan.weights
+    if free < least:
+        need = math.ceil(least / 2**20)
+        raise refusal(str(parent), f"{need} MiB of disk are needed, {free >> 20} MiB are free")
+    if tuning is None or free >= least + 2 * state_bytes(config, tuning):
+        return tuning, ""
+    need = math.ceil(2 * state_bytes(config, tuning) / 2**20)
+    line = f"  tuning is not saved on its way: it would take {need:,} MiB of disk"
+    return replace(tuning, saved=False), line
 
 
-def _require_room(target: Path, nbytes: int) -> None:
-    """What an earlier run has left there counts as room: it is gone on with or replaced."""
+def _room(target: Path) -> tuple[int, Path]:
+    """(bytes, of which folder). What an earlier run has left there counts: it is gone on with or
+    replaced.
+    """
     parent = next(folder for folder in target.absolute().parents if folder.exists())
     kept = target.with_name(target.name + SUFFIX)
-    free = shutil.disk_usage(parent).free
-    if kept.is_dir():
-        free += sum(path.stat().st_size for path in kept.iterdir() if path.is_file())
-    if free < nbytes:
-        need = math.ceil(nbytes / 2**20)
-        raise refusal(str(parent), f"{need} MiB of disk are needed, {free >> 20} MiB are free")
+    left = kept.iterdir() if kept.is_dir() else ()
+    return shutil.disk_usage(parent).free + sum(path.stat().st_size for path in left), parent

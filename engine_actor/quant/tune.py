@@ -51,7 +51,7 @@ class Rates:
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuning:
     """text: rows to tune on, the last of them held out; steps of `batch` rows each; codes: train
-    them too, or only scales, offsets and norms.
+    them too, or only scales, offsets and norms; saved: keep an unfinished state now and then.
     """
 
     text: TokenRows
@@ -60,6 +60,7 @@ class Tuning:
     batch: int = 8
     seed: int = 0
     rates: Rates = field(default_factory=Rates)
+    saved: bool = True
 
     def described(self) -> dict[str, Any]:
         """For a report and for telling two runs apart."""
@@ -118,7 +119,7 @@ def tune(
         for step in range(run.restore(), tuning.steps):
             progress("tune", step, tuning.steps)
             run.step(step)
-            if clock() - saved >= pause:
+            if tuning.saved and clock() - saved >= pause:
                 began = clock()
                 run.save(step + 1)
                 saved = clock()

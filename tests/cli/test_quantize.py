@@ -150,18 +150,24 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(source, capsys, monkeypa
     assert "--resume" in said
 
 
-def test_a_disk_without_room_for_the_state_of_a_tuning_is_refused(source, capsys, monkeypatch):
+@pytest.mark.parametrize(("weights", "steps"), [(2, 0), (3, 1)])
+def test_a_disk_that_is_too_small_is_refused_or_not_saved_to(
+    source, capsys, monkeypatch, weights, steps
+):
     from engine_actor.quant import command
 
     config = open_checkpoint(source).config
-    weights = make_plan(config, fixed_recipe("w4")).weights
     rows = token_rows(source.parent / "text.txt", "", source, 24).tokens
     states = 2 * 2 * rows.numel() * 4 * config.hidden  # two texts, each there twice
-    free = type("Usage", (), {"free": 2 * weights + states})
-    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: free)
-    assert convert(source, "out", "--tune-steps", "1") == 1
+    least = states + weights * make_plan(config, fixed_recipe("w4")).weights
+    usage = type("Usage", (), {"free": least - 1})
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: usage)
+    assert convert(source, "out", "--tune-steps", steps) == 1
     assert "of disk are needed" in capsys.readouterr().err
-    assert convert(source, "out", "--tune-steps", "0") == 0
+    usage.free = least
+    assert convert(source, "out", "--tune-steps", steps) == 0
+    said = "tuning is not saved on its way: it would take 2 MiB of disk"
+    assert (said in capsys.readouterr().out) == (steps > 0)
 
 
 def test_ctrl_c_says_how_to_go_on(source, capsys, monkeypatch):

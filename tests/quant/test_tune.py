@@ -165,6 +165,22 @@ def test_stopped_in_the_middle_and_resumed_it_gives_the_same_bytes(make_job, tmp
     assert not list(tmp_path.glob("out.*"))
 
 
+def test_without_room_no_state_is_kept_and_the_bytes_are_the_same(make_job, tmp_path, monkeypatch):
+    job = dataclasses.replace(make_job("llama", "w3"), tuning=tuning(steps=4))
+    convert(job, tmp_path / "saved", silent)
+    monkeypatch.setattr(tuning_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(tuning_module, "SAVE_SHARE", 0)
+    kept = []
+
+    def look(stage, done, total):
+        kept.append((tmp_path / "out.unfinished" / tuning_module.STATE).exists())
+
+    spared = dataclasses.replace(job.tuning, saved=False)
+    convert(dataclasses.replace(job, tuning=spared), tmp_path / "out", look)
+    assert not any(kept)
+    assert _contents(tmp_path / "out") == _contents(tmp_path / "saved")
+
+
 def test_the_seed_decides_the_order_of_the_text(make_job, tmp_path):
     job = make_job("llama", "w3")
     digests = []
