@@ -13,6 +13,7 @@
 // Defines: BITS 3 or 4. ROWS of x there is room for: 8. COLUMNS 128 or 256, WARPS: together they are
 // the padded columns. SETS of WARPS warps in a block, each with strips of its own. DEPTH, WINDOW.
 // BUFFERS of sums. GROUP 64 or 128 columns a scale. OFFSETS, GATED, NORMED: as in strip_gemv.cu.
+// WATCHED: see TELLERS.
 #include "async_copy.cuh"
 #include "carried_norm.cuh"
 #include "hopper.cuh"
@@ -32,6 +33,9 @@ constexpr int SCALE_BYTES = 2 * strip::HEIGHT * GROUPS * WARPS;
 constexpr int SLOT_BYTES = WORD_BYTES + SCALE_BYTES * (1 + OFFSETS);
 constexpr int PITCH = 20;  // sums of a row of x: 2 t rows further is another bank
 constexpr int BUFFER = ROWS * PITCH;
+// One lane tells a barrier that its warp is done: __syncwarp() orders what the others did before it.
+// Tools that watch every access see only who told, so for them all lanes do.
+constexpr int TELLERS = WATCHED ? strip::LANES : 1;
 
 // A strip's part as a lane reads it from its slot.
 struct Part {
@@ -220,11 +224,11 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
         if (lane == 0) {
             for (int d = 0; d < DEPTH; ++d) {
                 barrier_init(full + 8 * d, 1);
-                barrier_init(empty + 8 * d, WARPS);
+                barrier_init(empty + 8 * d, WARPS * TELLERS);
             }
             for (int i = 0; i < SETS * BUFFERS; ++i) {
-                barrier_init(shared_address(summed) + 8 * i, WARPS);
-                barrier_init(shared_address(taken) + 8 * i, 1);
+                barrier_init(shared_address(summed) + 8 * i, WARPS * TELLERS);
+                barrier_init(shared_address(taken) + 8 * i, TELLERS);
             }
             barrier_init_done();
             for (int strip = begin; strip < early; ++strip) ask(strip, strip - begin);
@@ -277,7 +281,7 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
             }
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(empty_sums + 8 * buffer);
+        if (lane < TELLERS) barrier_arrive(empty_sums + 8 * buffer);
         const float scale = (NORMED ? scales_of_rows[min(m, rows - 1)] : 1.0f) *
                             (n < 8 ? strip::LOWER_UNIT : strip::UPPER_UNIT<BITS>);
         const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
@@ -310,7 +314,7 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
         barrier_wait(full + 8 * d, parity);
         const Part part = read_part(slots + d * SLOT_BYTES, place);
         __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * d);
+        if (lane < TELLERS) barrier_arrive(empty + 8 * d);
         d += SETS;
         if (d >= DEPTH) d -= DEPTH, parity ^= 1;
         Sums sums = {};
@@ -318,7 +322,7 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
         barrier_wait(empty_sums + 8 * buffer, sums_parity ^ 1);
         leave(sums, own + buffer * (WARPS * BUFFER), rows, lane);
         __syncwarp();
-        if (lane == 0) barrier_arrive(full_sums + 8 * buffer);
+        if (lane < TELLERS) barrier_arrive(full_sums + 8 * buffer);
         if (last >= 0) finish_last();
         last = strip;
         if (++buffer == BUFFERS) buffer = 0, sums_parity ^= 1;

@@ -32,7 +32,7 @@ _SUMS_PITCH, _BUFFERS = 20, 3
 class StreamTile:
     """A block's shape. rows: of x there is room for, 8. warps: that share K, `columns` each, 128 or
     256; sets: of so many warps, with strips of their own. depth: strips in shared memory, of which
-    `window` at most are on their way.
+    `window` at most are on their way. watched: for tools that watch every access to shared memory.
     """
 
     rows: int
@@ -41,6 +41,7 @@ class StreamTile:
     depth: int
     window: int
     sets: int = 1
+    watched: bool = False
 
     @property
     def threads(self) -> int:
@@ -71,6 +72,7 @@ class StreamTile:
             "DEPTH": self.depth,
             "WINDOW": self.window,
             "BUFFERS": _BUFFERS,
+            "WATCHED": int(self.watched),
             "GROUP": group,
             "OFFSETS": int(offsets),
             "GATED": int(gated),

@@ -67,7 +67,8 @@ def strip_stream(name: str, columns: int, sets: int) -> None:
     layer, x = StripFew(given.strips), given.x(7, sets)
     layer.multiprocessors = 2
     warps = given.strips.padded_columns // columns
-    near(layer(x, tile=StreamTile(8, warps, columns, 3, 2, sets)), given.reference(x))
+    tile = StreamTile(8, warps, columns, 3, 2, sets, watched=True)
+    near(layer(x, tile=tile), given.reference(x))
 
 
 def many_rows(tiles: Mapping[Any, Any], name: str, rows: int, splits: int) -> None:
