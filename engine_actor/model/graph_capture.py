@@ -23,6 +23,7 @@ class CudaCapture:
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         # Blocks that one capture frees are found again by the next one of the same stream.
         self._stream = torch.cuda.Stream(device)
+        self._mark = torch.zeros(1, device=device)
         self.nbytes = 0
         """What the living graphs took of the device: memory of the pool, and they themselves."""
 
@@ -57,6 +58,18 @@ class CudaCapture:
             # Where the driver has already broken it off, torch leaves its allocator in the capture.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            self._release_generator()
+
+    def _release_generator(self) -> None:
+        """torch's random generator is left in the capture as well and refuses every draw until
+        another capture has ended well: one that takes no memory.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with suppress(RuntimeError):
+            pool = torch.cuda.graph_pool_handle()
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            self._mark.zero_()
+            graph.capture_end()
 
     def _free(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])

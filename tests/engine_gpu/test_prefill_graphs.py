@@ -256,6 +256,7 @@ def test_a_capture_that_fails_costs_nobody_anything(
     counts = runner.prefill_graph_counts
     assert counts.failures > 3
     assert (counts.graphs, counts.replays) == (0, 0)
+    assert len(torch.randn(3, device="cuda").unique()) == 3, "torch draws as before"
 
 
 def test_no_memory_for_a_graph(folder: Callable[[str], Path]) -> None:
