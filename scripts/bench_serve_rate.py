@@ -6,11 +6,11 @@
 
 The engine in this process has the server's checkpoint and takes its settings from the server's
 status; both must fit on the device at once, so give the server a KV budget in MiB. In a repetition
-each path gets the same load in turn, the other idle: so many requests at once, all of
-one length. `decode`: tokens between the last first token and the first end, when every stream
-decodes; a client that hears several tokens at once counts them at that moment. `text`: all tokens
-over all time, prompts included. Exit code 1 where a share or the time added to the first token
-breaks a promise.
+each path gets the same load in turn, the other idle: so many requests of one length, at once or
+--gap-ms apart. `decode`: tokens between the last first token and the first end, when every stream
+decodes (0 and not judged where there is no such time); a client that hears several tokens at once
+counts them at that moment. `text`: all tokens over all time, prompts included. Exit code 1 where a
+share or the time added to the first token breaks a promise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench_http import fetch_json
 from bench_paged_scheduler import numbers
 from cpu_peers import Prompts
 from engine_actor.engine import Engine
-from engine_runs import BenchError, EngineRun, add_model_flags, engine_of, switches_of
+from engine_runs import BenchError, EngineRun, Request, add_model_flags, engine_of, switches_of
 from results import make_record, make_row, percentile, write_record
 from sse_client import StreamRecord, stream_completion
 
@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=numbers, default=[1, 16, 64], help="as in 1,16,64")
     parser.add_argument("--prompt", type=int, default=512, help="tokens in")
     parser.add_argument("--out", type=int, default=128, help="tokens out of each stream")
+    parser.add_argument("--gap-ms", type=float, default=0.0, help="from one's start to the next's")
     parser.add_argument("--clients", type=int, default=8, help="processes that read, at most")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="repetitions thrown away")
@@ -58,14 +59,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_streams(url: str, bodies: Sequence[dict[str, Any]], start: float) -> list[StreamRecord]:
-    """One client process: all bodies are sent at `start`, a time of the machine's monotonic clock,
-    and read to their ends."""
+def read_streams(url: str, timed: Sequence[tuple[float, dict[str, Any]]]) -> list[StreamRecord]:
+    """One client process: each body is sent at its time of the machine's monotonic clock, and read
+    to its end."""
+
+    async def one(start: float, body: dict[str, Any]) -> StreamRecord:
+        await asyncio.sleep(max(0.0, start - time.perf_counter()))
+        return await stream_completion(url, body, time.perf_counter)
 
     async def all_of_them() -> list[StreamRecord]:
-        await asyncio.sleep(max(0.0, start - time.perf_counter()))
-        sent = [stream_completion(url, body, time.perf_counter) for body in bodies]
-        return await asyncio.gather(*sent)
+        return await asyncio.gather(*(one(*each) for each in timed))
 
     return asyncio.run(all_of_them())
 
@@ -86,9 +89,10 @@ class Clients:
     def __call__(self, streams: int) -> list[StreamRecord]:
         """So many streams at once. Raises RuntimeError where one of them failed."""
         bodies = [self._body() for _ in range(streams)]
-        shares = [bodies[i :: self._args.clients] for i in range(min(streams, self._args.clients))]
-        start = time.perf_counter() + LEAD_S
-        reading = [self._pool.submit(read_streams, self._url, share, start) for share in shares]
+        gap, start = self._args.gap_ms / 1e3, time.perf_counter() + LEAD_S
+        timed = [(start + gap * i, body) for i, body in enumerate(bodies)]
+        shares = [timed[i :: self._args.clients] for i in range(min(streams, self._args.clients))]
+        reading = [self._pool.submit(read_streams, self._url, share) for share in shares]
         records = [record for future in reading for record in future.result()]
         if errors := [record.error for record in records if record.error]:
             raise RuntimeError(f"http: {errors[0]}")
@@ -111,9 +115,17 @@ class Clients:
 
 
 def through_engine(run: EngineRun, streams: int, args: argparse.Namespace) -> list[StreamRecord]:
-    """The same load, stepped to its end in this process."""
-    requests = [run.submit(args.prompt, args.out) for _ in range(streams)]
-    run.finish()
+    """The same load, stepped to its end in this process. What comes while a step is being launched
+    has waited for it, as behind HTTP."""
+    start, requests = run.clock(), list[Request]()
+    while len(requests) < streams or run.engine.has_work:
+        while len(requests) < streams and run.clock() >= (
+            due := start + args.gap_ms / 1e3 * len(requests)
+        ):
+            requests.append(run.submit(args.prompt, args.out))
+            requests[-1].sent = due if args.gap_ms else requests[-1].sent
+        if run.engine.has_work:
+            run.step()
     run.requests.clear()
     return [StreamRecord(r.sent, list(r.times), len(r.tokens), r.prompt_tokens) for r in requests]
 
@@ -174,7 +186,7 @@ def rows_of(found: Found, warmup: int) -> list[dict[str, Any]]:
         pairs = list(zip(found[streams, "engine"], found[streams, "http"], strict=True))
         case = {"streams": streams, "path": "http / engine"}
         for name in RATES:
-            shares = [http[name] / engine[name] for engine, http in pairs]
+            shares = [engine[name] and http[name] / engine[name] for engine, http in pairs]
             kind = name.partition("_")[0]
             rows.append(make_row(case, f"{kind}_share", "share", shares, warmup))
         added = [http["ttft"] - engine["ttft"] for engine, http in pairs]
@@ -188,7 +200,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
         where = f"{row['case']['streams']} streams"
-        if row["metric"] == "decode_share" and row["median"] < LEAST_SHARE:
+        if row["metric"] == "decode_share" and row["min"] and row["median"] < LEAST_SHARE:
             lines.append(f"BROKEN {where}: {row['median']:.0%} of the engine's tokens/s")
         if row["metric"] == "ttft_added" and row["median"] > MOST_TTFT_S:
             lines.append(f"BROKEN {where}: the first token {1e3 * row['median']:.2f} ms later")

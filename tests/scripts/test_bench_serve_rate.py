@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from bench_serve_rate import (
@@ -12,11 +14,12 @@ from bench_serve_rate import (
     require_same_settings,
     rows_of,
     table,
+    through_engine,
     verdict,
 )
 from engine_actor.loop import Heartbeat
 from engine_actor.status import engine_status
-from engine_runs import BenchError, engine_of
+from engine_runs import BenchError, EngineRun, engine_of
 from results import make_record, validate
 from sse_client import StreamRecord
 
@@ -102,3 +105,24 @@ def test_the_engine_has_the_servers_settings():
     other = engine_like(build_parser().parse_args([*TINY, "--set", "kv.budget_mb=2"]), status)
     with pytest.raises(BenchError, match=r"kv .*'budget_mb': 1.*; \d+ KV blocks, not"):
         require_same_settings(other, status)
+
+
+def test_requests_that_come_one_after_another():
+    """Each waits from the moment it was due, whatever the engine was doing then."""
+    flags = ["--gap-ms", "20", "--prompt", "8", "--out", "4", "--set", "kv.budget_mb=1"]
+    args = build_parser().parse_args([*TINY, *flags])
+    records = through_engine(EngineRun(engine_of(args)), 3, args)
+    gaps = [b.sent - a.sent for a, b in itertools.pairwise(records)]
+    assert gaps == pytest.approx([0.02, 0.02])
+    assert [record.tokens for record in records] == [4, 4, 4]
+    assert all(record.event_times[0] > record.sent for record in records)
+
+
+def test_a_time_in_which_not_all_decode_is_not_judged():
+    made, _ = paths(1.0, 0.0)
+    one, most = made["http"], ARGS.streams[-1]
+    made["http"] = lambda n: [*one(n)[: most - 1], stream(0.0, 9.0, 10.0)] if n == most else one(n)
+    rows = rows_of(measure(made, ARGS), ARGS.warmup)
+    share = next(r for r in rows if r["metric"] == "decode_share" and r["case"]["streams"] == most)
+    assert share["raw"] == [0.0, 0.0]
+    assert all("engine's tokens/s" not in line for line in verdict(rows))
