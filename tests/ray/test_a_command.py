@@ -50,7 +50,7 @@ MIRRORED = (
 
 @pytest.fixture(scope="module")
 def served(project_root_of_session) -> Iterator[Served]:
-    server = Served(project_root_of_session)
+    server = Served(project_root_of_session, DEEPINFER_ENGINE__DRAIN_S="300")
     print(f"\ndemo server ready after {server.start_s:.1f} s")
     yield server
     server.stop()
@@ -155,7 +155,8 @@ def test_sigterm_lets_an_open_stream_reach_its_end(served):
     """The last test here: it stops the server. New requests hear 503 in JSON meanwhile."""
 
     async def drain() -> tuple[str, bool, str | None]:
-        stream = await started_stream(served.port, PROMPT, 400)
+        # Ten seconds alone on its core: a drain needs two or three of them to begin.
+        stream = await started_stream(served.port, PROMPT, 1200)
         served.process.terminate()
         rest = asyncio.create_task(stream.rest())
         refused = await asyncio.to_thread(
@@ -177,7 +178,7 @@ def test_sigterm_lets_an_open_stream_reach_its_end(served):
     assert is_done
     assert finish == "length"
     assert text
-    assert served.finish() == 0
+    assert served.finish(300) == 0
     print(f"\nSIGTERM to exit with a stream open: {time.monotonic() - begun:.1f} s")
     assert port_is_free(served.port)
     assert served.members() == []
