@@ -97,7 +97,7 @@ def state_of_block(address: int) -> str | None:
 
 
 def test_cupy_takes_its_memory_from_torch() -> None:
-    """By the block's own state: a sum of bytes would see what others in the process do meanwhile."""
+    """By the block's own state: a sum of bytes would see what others of the process do."""
     cupy = pytest.importorskip("cupy")
     nvrtc()
     array = cupy.zeros(8 << 20, dtype="u1")
