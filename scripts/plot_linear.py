@@ -52,6 +52,7 @@ def plot(
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
+    matplotlib.rcParams["svg.fonttype"] = "none"  # letters as letters
     least = floors(records[0], bits)
     shapes = sorted({(n, k) for n, k, _ in least}, key=math.prod)
     across = min(3, len(shapes))
@@ -72,6 +73,7 @@ def plot(
                 axis.plot(*zip(*kept, strict=True), style, color=colour, label=label)
         axis.set(title=f"{shape[0]} x {shape[1]}, W{bits}", xscale="log", yscale="log")
         rows = sorted({m for n, k, m in least if (n, k) == shape})
+        rows = rows[:: 1 + len(rows) // 9]  # labels that have room
         axis.set_xticks(rows, [str(m) for m in rows])
         axis.set(xlabel="rows", ylabel="time over floor", ylim=(1, None))
         axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
