@@ -120,9 +120,10 @@ def test_a_norm_is_in_the_product(bits: int, gated: bool) -> None:
         found = []
         for multiprocessors, kind in ((1000, GemvTile), (2, StreamTile)):
             takes.multiprocessors = multiprocessors
-            assert isinstance(takes._tile(rows), kind)
+            tile = takes._tile(rows)
+            assert isinstance(tile, kind)
             carry = test_carried_norm.left(stream, by)
-            found.append((takes.normed(carry), *carry.lifts))
+            found.append((takes.normed(carry, tile=tile), *carry.lifts))
         (want, *lifts), (got, *same_lifts) = found
         test_carried_norm.near(got, want)
         assert all(torch.equal(a, b) for a, b in zip(lifts, same_lifts, strict=True))
