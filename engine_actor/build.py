@@ -25,7 +25,7 @@ from engine_actor.load.progress import Progress, silent
 from engine_actor.load.source import resolve
 from engine_actor.model.card_plan import CardPlan
 from engine_actor.model.config import ModelConfig
-from engine_actor.model.host_blocks import host_slots, require_host_memory
+from engine_actor.model.host_blocks import host_budget, host_slots, require_host_memory
 from engine_actor.model.kv_store import kv_bytes_per_block
 from engine_actor.model.ledger import MIB
 from engine_actor.model.memory import (
@@ -249,7 +249,7 @@ def kv_blocks(
     budget = None if config.kv.budget_mb == "auto" else config.kv.budget_mb * MIB
     plan = plan_memory(
         runner.device,
-        reserve=(config.reserve_memory_mb + config.kv.host_budget_mb) * MIB,
+        reserve=config.reserve_memory_mb * MIB + host_budget(config),
         activations=activation_bytes(model, config, runner.vocab_size),
         budget=budget,
     )

@@ -22,9 +22,14 @@ from engine_actor.model.ledger import MIB
 from engine_actor.model.memory import device_index, free_bytes
 
 
+def host_budget(config: EngineConfig) -> int:
+    """Bytes that the host may keep; none without a prefix cache, whose blocks they would be."""
+    return config.kv.host_budget_mb * MIB if config.kv.prefix_cache else 0
+
+
 def require_host_memory(config: EngineConfig) -> None:
     """Raises CheckpointError where the budget is more than the host's memory that is free now."""
-    budget, free = config.kv.host_budget_mb * MIB, free_bytes(torch.device("cpu"))
+    budget, free = host_budget(config), free_bytes(torch.device("cpu"))
     if budget > free:
         asked = f"kv.host_budget_mb: {budget // MIB} MiB are asked for"
         raise CheckpointError(f"{asked}, {free // MIB} MiB of the host's memory are free")
@@ -34,8 +39,8 @@ def host_slots(config: EngineConfig, block_bytes: int) -> int:
     """Blocks that the host keeps under a configuration. Raises CheckpointError where the budget is
     less than one.
     """
-    budget = config.kv.host_budget_mb * MIB
-    if not budget or not config.kv.prefix_cache:
+    budget = host_budget(config)
+    if not budget:
         return 0
     try:
         return blocks_for_bytes(budget, block_bytes)

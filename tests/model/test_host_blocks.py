@@ -75,6 +75,20 @@ def test_more_than_is_free_is_refused_before_anything_is_loaded(
         engine_around(args, TINY)
 
 
+def test_without_a_prefix_cache_a_budget_takes_nothing_and_refuses_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_blocks, "free_bytes", lambda device: 100 * MIB)
+    kv = {"host_budget_mb": 1 << 20, "prefix_cache": False}
+    args = AppArgs.model_validate({"engine": {"device": "cpu", "max_num_seqs": 2, "kv": kv}})
+    engine = engine_around(args, TINY)
+    assert engine.kv.tier.n_slots == 0
+    assert engine.copies.store is None
+    asked = {"engine": {"device": "cpu", "max_num_seqs": 2, "kv": {"prefix_cache": False}}}
+    without = engine_around(AppArgs.model_validate(asked), TINY)
+    assert engine.facts.kv_blocks == without.facts.kv_blocks
+
+
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_the_plan_of_a_card_says_what_lies_on_the_host(dtype: str) -> None:
     checkpoint = random_checkpoint(SHAPES["3b"], CPU)
