@@ -168,8 +168,10 @@ def _detail(old: Any, new: Any) -> str:
         return "now none" if new is None else "it had none"
     before, after = _flat(old), _flat(new)
     names = [*after, *before]
-    name = next(name for name in names if before.get(name) != after.get(name))
-    return f"{name}{before.get(name)}, now {after.get(name)}"
+    for name in names:
+        if before.get(name) != after.get(name):
+            return f"{name}{before.get(name)}, now {after.get(name)}"
+    return "with other parts"
 
 
 def _flat(value: Any, at: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from engine_actor.load.progress import silent
 from engine_actor.load.tiny import write_tiny
 from engine_actor.quant import convert as converter
 from engine_actor.quant.convert import convert
-from engine_actor.quant.journal import at_work
+from engine_actor.quant.journal import Journal, at_work
 from engine_actor.quant.recipe import fixed_recipe
 from tests.quant.conftest import token_rows
 
@@ -104,6 +104,13 @@ def test_another_program_cannot_go_on_with_it(make_job, tmp_path, monkeypatch):
     monkeypatch.setattr(converter, "program", lambda: "of tomorrow")
     with pytest.raises(CheckpointError, match=r"had another program .*, now of tomorrow"):
         convert(job, tmp_path / "out", silent, resume=True)
+
+
+@pytest.mark.parametrize("now", [{}, {"rates": None, "steps": 3}])
+def test_a_setting_that_is_there_and_says_nothing_is_a_difference_too(tmp_path, now):
+    Journal(tmp_path / "out", {"tuning": {"rates": {}, "steps": 3}}, resume=False)
+    with pytest.raises(CheckpointError, match=r"the unfinished run had another tuning \("):
+        Journal(tmp_path / "out", {"tuning": now}, resume=True)
 
 
 def test_two_at_once_do_not_meet_in_one_folder(make_job, tmp_path):
