@@ -102,7 +102,7 @@ from kernels.sampling.cuda import room_bytes as sampler_room_bytes  # noqa: E402
 from kernels.sampling.op import Draw, Edit, RowPacker  # noqa: E402
 from kernels.spec.device import DeviceInfo, cuda_devices, device_info  # noqa: E402
 from kernels.spec.op import OpKey  # noqa: E402
-from kernels.spec.page_locked import Lease, page_locked  # noqa: E402
+from kernels.spec.page_locked import page_locked  # noqa: E402
 from kernels.spec.registry import Verdict, explain  # noqa: E402
 
 __all__ = [
@@ -135,7 +135,6 @@ __all__ = [
     "LinearPolicy",
     "LinearShape",
     "LayerShape",
-    "Lease",
     "MemoryDriver",
     "NativeLayerWeights",
     "NativeLayers",

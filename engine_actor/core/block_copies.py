@@ -23,7 +23,7 @@ class BlockCopy(NamedTuple):
 class CopyList:
     """What one plan asks for, to be made after all works of the plans before it.
 
-    first: before this plan's works and before `copies`, each at its place among the works.
+    first: on the works' own stream, before this plan's works and before `copies`.
     copies: in this order, beside works that do not wait for them. `ticket`: counts the lists whose
     copies are not empty from 1; it has landed when its copies and those of all earlier ones are
     done. 0: no copies.

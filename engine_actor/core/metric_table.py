@@ -162,12 +162,12 @@ ENGINE_METRICS: tuple[Definition, ...] = (
     _gauge("kv_host_blocks_used", "Slots of the host that hold a reusable prefix", "blocks"),
     _counter(
         "kv_host_hit_tokens_total",
-        "Prompt tokens whose KV came back from the host, a part of the cached ones",
+        "Tokens whose KV came back from the host, those of preempted requests as well",
         "tokens",
     ),
     _counter("kv_host_bytes_out_total", "KV copied from the device to the host", "bytes"),
     _counter("kv_host_bytes_back_total", "KV copied from the host to the device", "bytes"),
-    _counter("kv_host_dropped_total", "KV blocks that made room on the host", "blocks"),
+    _counter("kv_host_dropped_total", "KV blocks that the host let go of", "blocks"),
     _counter(
         "oom_isolated_total",
         "Out-of-memory errors that ended one request and nothing else",

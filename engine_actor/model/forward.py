@@ -178,7 +178,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_prefill(self) -> None:
-        """Compile, load and capture each number of rows at the fewest keys."""
+        """Compile, load and capture every bucket (PrefillGraphs.warm_up)."""
         if self._prefill_graphs is not None:
             self._prefill_graphs.warm_up()
 

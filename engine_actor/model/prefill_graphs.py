@@ -20,7 +20,7 @@ from engine_actor.model.prefill_buckets import PrefillBucket, PrefillBuckets
 from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.inputs import BatchInputs
 
-NODE_BYTES = 1 << 20
+GRAPH_BYTES = 1 << 20
 """For one graph, of the driver: an H200 took 0.6 MiB for 189 launches, and these are 330 of 36
 layers."""
 
@@ -144,4 +144,4 @@ def graph_bytes(buckets: PrefillBuckets, peak_bytes: int) -> int:
     """Memory that graphs take as they are captured, all of them. peak_bytes: of the activations of
     the largest, in the pool that they share.
     """
-    return peak_bytes + len(buckets) * NODE_BYTES
+    return peak_bytes + len(buckets) * GRAPH_BYTES

@@ -14,10 +14,9 @@ from engine_actor.work.inputs import BatchInputs
 
 @dataclass(slots=True)
 class GraphCounts:
-    """What /v1/status and the metrics tell. reason: why nothing is captured, None where it is.
-
-    eager: steps in a bucket without a graph (its first, or after a failed capture). unbucketed:
-    steps that fit no bucket. dropped: graphs given up because the cache moved.
+    """What /v1/status tells, of decode steps the metrics too. reason: why nothing is captured, None
+    where it is. eager: passes in a bucket without a graph (its first, or after a failed capture).
+    unbucketed: passes that fit no bucket. dropped: graphs given up because the cache moved.
     """
 
     reason: str | None = None

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_actor.model.prefill_buckets import KEYS, ROWS, PrefillBucket, PrefillBuckets
-from engine_actor.model.prefill_graphs import NODE_BYTES, graph_bytes, static_bytes
+from engine_actor.model.prefill_graphs import GRAPH_BYTES, graph_bytes, static_bytes
 
 
 def test_the_largest_are_what_a_chunk_and_the_contexts_can_be() -> None:
@@ -39,4 +39,4 @@ def test_bytes_for_the_memory_plan() -> None:
     # 32 rows of cos and sin of 8 and two i64; 128 key slots; 8 prompts of 10 fp32 logits, a table
     # of 8 blocks, their last row and four numbers of 4 bytes.
     assert static_bytes(buckets, 10, 16, 8) == 32 * (64 + 16) + 4 * 128 + 8 * (40 + 32 + 24)
-    assert graph_bytes(buckets, 1000) == 1000 + 4 * NODE_BYTES
+    assert graph_bytes(buckets, 1000) == 1000 + 4 * GRAPH_BYTES
