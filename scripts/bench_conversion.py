@@ -39,8 +39,8 @@ COMMAND = (sys.executable, "-m", "serve_app.cli", "quantize")
 
 @dataclass
 class Run:
-    """One conversion, its processes one after the other. kills: (seconds after the first layer was
-    begun, layers finished at that moment)."""
+    """One conversion, its processes one after the other. kills: (seconds after that process had
+    its first layer, layers finished at that moment)."""
 
     source: str
     target: Path

@@ -21,8 +21,8 @@ EVALUATION = "handbook"
 LENGTH = 512
 """Tokens of a row."""
 CALIBRATION_ROWS = {"cpu": 24, "cuda": 64}
-"""By kind of device. On text that is not calibrated on, 64 rows leave a fifth less error than 24 in
-the linears of a 1.5B; a CPU would take twice as long.
+"""By kind of device. On text that is not calibrated on, 64 rows leave 5 to 22 % less error than 24
+in the linears of a 1.5B; a CPU would take twice as long.
 """
 EVALUATION_ROWS = 16
 TUNING_ROWS = 256
