@@ -14,7 +14,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,18 @@ def lines(record: Record, bits: int, shape: Shape) -> dict[str, list[tuple[int, 
     return {name: sorted(points) for name, points in found.items()}
 
 
+def over_floor(
+    records: Sequence[Record], bits: int, shape: Shape
+) -> Iterator[tuple[str, int, list[tuple[int, float]]]]:
+    """(contender, which record, (m, time over the first record's floor)) of one shape."""
+    least = floors(records[0], bits)
+    for index, record in enumerate(records):
+        for name, points in lines(record, bits, shape).items():
+            kept = [(m, us / least[*shape, m]) for m, us in points if (*shape, m) in least]
+            if kept:
+                yield name, index, kept
+
+
 def plot(
     records: Sequence[Record], bits: int, path: Path, wanted: Collection[str] | None = None
 ) -> None:
@@ -50,47 +62,47 @@ def plot(
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
     matplotlib.rcParams["svg.fonttype"] = "none"  # letters as letters
     least = floors(records[0], bits)
     shapes = sorted({(n, k) for n, k, _ in least}, key=math.prod)
     across = min(3, len(shapes))
     down = -(-len(shapes) // across)
-    figure, axes = pyplot.subplots(
+    figure, grid = pyplot.subplots(
         down, across, figsize=(4.2 * across, 3.4 * down), squeeze=False, constrained_layout=True
     )
-    colours: dict[str, Any] = {}
-    for axis, shape in zip(axes.flat, shapes, strict=False):
-        for index, record in enumerate(records):
-            for name, points in lines(record, bits, shape).items():
-                kept = [(m, us / least[*shape, m]) for m, us in points if (*shape, m) in least]
-                if not kept or (wanted is not None and name not in wanted):
-                    continue
-                colour = colours.setdefault(name, pyplot.get_cmap("tab20")(len(colours) * 7 % 20))
-                style = "-" if index == 0 else "--"
-                label = name if index == 0 else f"{name} (other run)"
-                axis.plot(*zip(*kept, strict=True), style, color=colour, label=label)
-        axis.set(title=f"{shape[0]} x {shape[1]}, W{bits}", xscale="log", yscale="log")
-        rows = sorted({m for n, k, m in least if (n, k) == shape})
-        rows = rows[:: 1 + len(rows) // 9]  # labels that have room
-        axis.set_xticks(rows, [str(m) for m in rows])
-        axis.set(xlabel="rows", ylabel="time over floor", ylim=(1, None))
-        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
-        axis.grid(alpha=0.3)
-    for axis in axes.flat[len(shapes) :]:
+    axes = grid.flat[: len(shapes)]
+    for axis in grid.flat[len(shapes) :]:
         axis.remove()
-    axes = axes.flat[: len(shapes)]
-    handles = {
-        label: handle
-        for axis in axes
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
+    colours: dict[str, int] = {}
+    for axis, shape in zip(axes, shapes, strict=True):
+        for name, index, points in over_floor(records, bits, shape):
+            if wanted is not None and name not in wanted:
+                continue
+            colour = pyplot.get_cmap("tab20")(colours.setdefault(name, len(colours)) * 7 % 20)
+            label, style = (name, "-") if index == 0 else (f"{name} (other run)", "--")
+            axis.plot(*zip(*points, strict=True), style, color=colour, label=label)
+        axis.set(title=f"{shape[0]} x {shape[1]}, W{bits}")
+        scale(axis, sorted({m for n, k, m in least if (n, k) == shape}))
+    labelled = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes]
+    handles = {label: handle for pairs in labelled for handle, label in pairs}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def scale(axis: Any, rows: Sequence[int]) -> None:
+    """Both scales of a panel and their labels."""
+    from matplotlib import ticker
+
+    rows = rows[:: 1 + len(rows) // 9]  # labels that have room
+    axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="time over floor", ylim=(1, None))
+    axis.set_xticks(rows, [str(m) for m in rows])
+    axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axis.grid(alpha=0.3)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
