@@ -104,30 +104,11 @@ def _plan(
     config, model = args.engine, checkpoint.config
     limit = None if config.memory_limit_mb is None else config.memory_limit_mb * MIB
     reserve = config.reserve_memory_mb * MIB
-    allowed = allowance(card, limit, reserve)
     device = torch.device("cuda")
-    dtype = compute_dtype(model, device, config.numerics)
     kv_dtype = resolve_kv_dtype(model, device, config.numerics, config.kv.dtype)
     exact = config.numerics == "exact"
-    weights = weight_bytes(model, checkpoint.entries, dtype.itemsize, exact)
-    packed = not exact and sm >= LEAST_SM and all_in_strips(model, checkpoint.entries)
-    head_bits, head_rows = head_of(model, checkpoint.entries)
-    shape = StepShape(
-        model=model,
-        vocab_size=checkpoint.usable_vocab_size(),
-        item_bytes=dtype.itemsize,
-        head_bits=head_bits,
-        head_rows=head_rows,
-        sm=sm,
-        streams=STREAMS_OF_A_PAIR if config.enable_prefill_decode_overlap else 1,
-        partial_prefills=config.max_partial_prefills,
-        block_tokens=config.kv.block_tokens,
-        graphs=config.cuda_graphs,
-        prefill_graphs=wants_prefill_graphs(config, allowed),
-        small_workspaces=wants_small_workspaces(allowed),
-        in_strips=packed,
-        gated=packed and has_gated(checkpoint.entries) and dtype == torch.float16,
-    )
+    shape = _step_shape(config, checkpoint, sm, allowance(card, limit, reserve))
+    weights = weight_bytes(model, checkpoint.entries, shape.item_bytes, exact)
     request = Request(
         card=card,
         limit=limit,
@@ -156,6 +137,31 @@ def _plan(
     longest = other.settings.max_model_len
     line = f"quantize --embedding-bits 4, model.max_model_len: {longest}"
     return replace(plan, instead=(*plan.instead, line))
+
+
+def _step_shape(config: EngineConfig, checkpoint: Checkpoint, sm: int, allowed: int) -> StepShape:
+    """What steps on such a card look like, with so many bytes for the engine."""
+    model = checkpoint.config
+    dtype = compute_dtype(model, torch.device("cuda"), config.numerics)
+    exact = config.numerics == "exact"
+    packed = not exact and sm >= LEAST_SM and all_in_strips(model, checkpoint.entries)
+    head_bits, head_rows = head_of(model, checkpoint.entries)
+    return StepShape(
+        model=model,
+        vocab_size=checkpoint.usable_vocab_size(),
+        item_bytes=dtype.itemsize,
+        head_bits=head_bits,
+        head_rows=head_rows,
+        sm=sm,
+        streams=STREAMS_OF_A_PAIR if config.enable_prefill_decode_overlap else 1,
+        partial_prefills=config.max_partial_prefills,
+        block_tokens=config.kv.block_tokens,
+        graphs=config.cuda_graphs,
+        prefill_graphs=wants_prefill_graphs(config, allowed),
+        small_workspaces=wants_small_workspaces(allowed),
+        in_strips=packed,
+        gated=packed and has_gated(checkpoint.entries) and dtype == torch.float16,
+    )
 
 
 def plan_here(args: AppArgs, checkpoint: Checkpoint, device: torch.device) -> CardPlan:
