@@ -95,10 +95,13 @@ class PageLocked:
             place = idle.popleft()
         except IndexError:
             return None
-        if place.done.query():
-            return place
-        idle.appendleft(place)
-        return None
+        is_done = False
+        try:
+            is_done = place.done.query()
+        finally:
+            if not is_done:
+                idle.appendleft(place)  # where the device is lost, too
+        return place if is_done else None
 
     def _new(self, size: int) -> _Place:
         # Outside of inference mode: such a tensor could not be written to in another.

@@ -93,6 +93,22 @@ def test_memory_is_kept_whoever_forgets_it(places: PageLocked, marks: list[Point
     assert (len(addresses), len(marks)) == (1, 1)
 
 
+def test_memory_of_a_lost_device_is_kept(places: PageLocked, marks: list[Point]) -> None:
+    """Whoever asks for it is told; torch would end the process where it is freed."""
+    address = places.lease(10).memory.data_ptr()
+
+    def lost() -> bool:
+        raise RuntimeError("lost")
+
+    marks[0].query = lost  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost"):
+            places.lease(10)
+    del marks[0].query
+    assert places.lease(10).memory.data_ptr() == address
+    assert len(marks) == 1
+
+
 def test_sizes_do_not_share_memory(places: PageLocked, marks: list[Point]) -> None:
     places.lease(5000)
     marks[0].reached = True
