@@ -32,9 +32,10 @@ SQUARE_STEP = 512
 """Lengths that it is prepared for are multiples of this."""
 SQUARE_SM = 90
 OWN_GATHER = False
-"""Keys through gather.cu, which does not know the cache's size; off until a GPU has seen it."""
+"""Keys through gather.cu, which does not know the cache's size. Off: right in its tests on a GPU,
+but no prompt has been timed with it."""
 READ_IN_A_ROW = False
-"""Equal prompts whose blocks follow each other are read where they lie; off until then, too."""
+"""Equal prompts whose blocks follow each other are read where they lie. Off for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@
 // A sequence's tiles are shared out evenly among `splits` blocks, at least `least` each, by its own
 // length: a graph captured for long contexts serves short ones as well as long.
 //
-// grid (kv_heads * head_tiles, splits, sequences), block WARPS * 32; with -DCLUSTER=1 up to eight splits
-// may be launched as a cluster. -DHEAD_NORM=0|1, and those of
+// grid (kv_heads * head_tiles, splits, sequences), block WARPS * 32. With -DCLUSTER=1 up to eight
+// splits may be launched as a cluster; off, decode_heads.py says why. -DHEAD_NORM=0|1, and those of
 // paged_decode.cu.
 #include "head.cuh"
 #include "paged_stream.cuh"

@@ -326,9 +326,10 @@ __device__ __forceinline__ void join_cluster(float4 sum, bool adds, const Height
 // Warps to a block, blocks to a sequence: the block's share of `parts` goes to `out` [heads, HEAD_DIM]
 // where it is the only one. Else all but the last leave theirs in `partial`, and the last one waits
 // for them and adds them up in order, so with equal bits each time. Blocks begin in the order of their
-// numbers, so those that it waits for have begun before it. active: of its warps had tiles.
-// grid (units, splits, sequences). sums: shared memory, [WARPS][SUMS]. partial: ABSENT in every word,
-// before and after.
+// numbers, so those that it waits for have begun before it; cards do so, CUDA does not promise it. All
+// blocks of a sequence must see the same length: one that never comes is waited for without end.
+// active: of its warps had tiles. grid (units, splits, sequences). sums: shared memory, [WARPS][SUMS].
+// partial: ABSENT in every word, before and after.
 __device__ __forceinline__ void finish(const Online& state, int active, float* sums, Part* partial,
                                        int parts, int heads, element* out) {
     constexpr int EACH = HEAD_DIM * HEADS / 4;

@@ -231,14 +231,16 @@ SHIPPED = (
         for carries in (1, 2)
     ),
     *(
-        stream_tile(columns).variant(bits, 128, offsets=False, gated=is_inner, normed=is_inner)
+        stream_tile(columns).variant(bits, 128, offsets=False, gated=gated)
         for bits in (4, 3)
         for columns in (2048, 4096)
-        for is_inner in (False, True)
+        for gated in (False, True)
     ),
     stream_tile(4096).variant(4, 128, offsets=True),
+    stream_tile(2048).variant(3, 128, offsets=True, gated=True),
+    stream_tile(4096).variant(4, 128, offsets=False, gated=True, normed=True),
 )
 """Every shape for W4 in symmetric groups of 128, the largest ones for W3 and for groups of 32 with
-offsets, gate and up on wide shapes, those with norms where they are in use; other kinds of weights
-compile on first use.
+offsets, gate and up on wide shapes, those with norms where they are in use; of grids that stay, one
+with norms, which only a forced tile takes. Other kinds of weights compile on first use.
 """

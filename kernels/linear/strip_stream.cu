@@ -33,6 +33,10 @@ constexpr int SCALE_BYTES = 2 * strip::HEIGHT * GROUPS * WARPS;
 constexpr int SLOT_BYTES = WORD_BYTES + SCALE_BYTES * (1 + OFFSETS);
 constexpr int PITCH = 20;  // sums of a row of x: 2 t rows further is another bank
 constexpr int BUFFER = ROWS * PITCH;
+static_assert(ROWS == 8, "a strip's sums are finished by eight rows of four lanes");
+static_assert(COLUMNS % GROUP == 0, "a warp's columns are whole groups");
+static_assert(WINDOW <= DEPTH && SETS <= DEPTH, "a slot for all that is on its way");
+static_assert(BUFFERS >= 2, "a strip is finished while the next one is left");
 // One lane tells a barrier that its warp is done: __syncwarp() orders what the others did before it.
 // Tools that watch every access see only who told, so for them all lanes do.
 constexpr int TELLERS = WATCHED ? strip::LANES : 1;

@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.attention import decode_heads
-from kernels.attention.cuda import MOST_SPLITS, WARPS, CudaAttention, Split, split_of
+from kernels.attention.cuda import (
+    FEW_WARPS,
+    HEAD_DIMS,
+    HEADS_AT_ONCE,
+    MOST_SPLITS,
+    WARPS,
+    CudaAttention,
+    Split,
+    split_of,
+    variant,
+)
 from kernels.attention.decode_heads import MOST_IN_CLUSTER, splits_in_cluster
 from kernels.attention.op import ATTENTION
 from kernels.spec.op import OpKey
@@ -50,6 +60,14 @@ def test_a_batch_runs_in_one_wave(
     places = multiprocessors * WARPS[kv_bits] // split.warps
     assert splits <= MOST_SPLITS
     assert splits == 1 or splits * units <= places
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_weights_of_the_most_splits_fit_where_the_sums_were(head_dim: int) -> None:
+    """fp32 each: a weight and a total of every split and head (split_softmax.cuh)."""
+    for kv_bits in WARPS:
+        given = variant(head_dim, kv_bits, 0, warps=FEW_WARPS)
+        assert given.shared_bytes >= 4 * 2 * MOST_SPLITS * HEADS_AT_ONCE
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,14 @@ def test_many_strips_stream_by_on_hopper(m: int, shape: Shape, sm: int, is_strea
 
 
 @pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("warps", sorted(SHAPES))
+def test_every_symmetric_stream_is_shipped(warps: int, gated: bool, bits: int) -> None:
+    """Of those that choose_stream() takes; a compile check that knew others would prove nothing."""
+    assert stream_tile(256 * warps).variant(bits, 128, offsets=False, gated=gated) in SHIPPED
+
+
+@pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("warps", sorted(SHAPES))
 def test_strips_fit_shared_memory(warps: int, offsets: bool, bits: int) -> None:
