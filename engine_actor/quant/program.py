@@ -13,7 +13,7 @@ DIGITS = 12
 
 @cache
 def program() -> str:
-    """torch's version and a digest of this package's sources: all that may round otherwise."""
+    """torch's version and a digest of this package's sources: what decides codes."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
