@@ -15,6 +15,7 @@ from engine_actor.load.tiny import write_tiny
 from engine_actor.quant import convert as converter
 from engine_actor.quant.convert import convert
 from engine_actor.quant.journal import Journal, at_work
+from engine_actor.quant.program import sources
 from engine_actor.quant.recipe import fixed_recipe
 from tests.quant.conftest import token_rows
 
@@ -104,6 +105,11 @@ def test_another_program_cannot_go_on_with_it(make_job, tmp_path, monkeypatch):
     monkeypatch.setattr(converter, "program", lambda: "of tomorrow")
     with pytest.raises(CheckpointError, match=r"had another program .*, now of tomorrow"):
         convert(job, tmp_path / "out", silent, resume=True)
+
+
+def test_the_program_is_all_that_decides_codes():
+    names = {path.name for path in sources()}
+    assert names >= {"rounding.py", "gptq.py", "tune.py", "round_columns.cu", "round_columns.py"}
 
 
 @pytest.mark.parametrize("now", [{}, {"rates": None, "steps": 3}])
