@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,8 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
     calibration = _rows(checkpoint, options.calibration, CALIBRATION, calibration_rows)
     evaluation = _rows(checkpoint, options.text, EVALUATION, EVALUATION_ROWS)
     progress = TimedProgress("quantize")
-    recipe = _recipe(options, checkpoint, calibration, budget, device, progress)
+    with _one_line_without_memory(device):
+        recipe = _recipe(options, checkpoint, calibration, budget, device, progress)
     plan = make_plan(checkpoint.config, recipe)
     say(f"{options.source} -> {options.target}")
     for line in plan.lines(budget):
@@ -96,15 +98,22 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
     for line in filter(None, (note, saving)):
         say(line)
     job = Job(checkpoint, options.source, recipe, calibration, evaluation, device, tuning=tuning)
-    try:
+    with _one_line_without_memory(device):
         report = convert(job, options.target, progress, options.resume)
+    say(f"{options.target} is ready:")
+    for line in report.lines():
+        say(line)
+
+
+@contextmanager
+def _one_line_without_memory(device: torch.device) -> Iterator[None]:
+    """Raises CheckpointError where the work inside runs out of memory."""
+    try:
+        yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise refusal(f"--device {device.type}", NO_MEMORY) from None
-    say(f"{options.target} is ready:")
-    for line in report.lines():
-        say(line)
 
 
 def _recipe(

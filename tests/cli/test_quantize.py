@@ -137,14 +137,17 @@ def test_a_source_with_another_tokenizer_gives_no_divergence(source, capsys):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("on a card"), MemoryError()])
-def test_out_of_memory_is_one_line_that_says_what_to_do(source, capsys, monkeypatch, error):
+@pytest.mark.parametrize(("step", "recipe"), [("convert", "w4"), ("sensitivities", "auto")])
+def test_out_of_memory_is_one_line_that_says_what_to_do(
+    source, capsys, monkeypatch, error, step, recipe
+):
     from engine_actor.quant import command
 
     def full(*_):
         raise error
 
-    monkeypatch.setattr(command, "convert", full)
-    assert convert(source, "out") == 1
+    monkeypatch.setattr(command, step, full)
+    assert convert(source, "out", "--recipe", recipe) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("error: --device cpu: out of memory; finished layers are kept")
     assert "--resume" in said
