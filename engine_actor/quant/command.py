@@ -84,7 +84,7 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
     calibration = _rows(checkpoint, options.calibration, CALIBRATION, calibration_rows)
     evaluation = _rows(checkpoint, options.text, EVALUATION, EVALUATION_ROWS)
     progress = TimedProgress("quantize")
-    with _one_line_without_memory(device):
+    with _one_line_without_memory(device, NO_MEMORY):
         recipe = _recipe(options, checkpoint, calibration, budget, device, progress)
     plan = make_plan(checkpoint.config, recipe)
     say(f"{options.source} -> {options.target}")
@@ -98,7 +98,7 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
     for line in filter(None, (note, saving)):
         say(line)
     job = Job(checkpoint, options.source, recipe, calibration, evaluation, device, tuning=tuning)
-    with _one_line_without_memory(device):
+    with _one_line_without_memory(device, NO_MEMORY):
         report = convert(job, options.target, progress, options.resume)
     say(f"{options.target} is ready:")
     for line in report.lines():
@@ -106,14 +106,14 @@ def quantize(options: QuantizeOptions, cache_dir: Path, say: Say) -> None:
 
 
 @contextmanager
-def _one_line_without_memory(device: torch.device) -> Iterator[None]:
-    """Raises CheckpointError where the work inside runs out of memory."""
+def _one_line_without_memory(device: torch.device, advice: str) -> Iterator[None]:
+    """Raises CheckpointError with the advice where the work inside runs out of memory."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise refusal(f"--device {device.type}", NO_MEMORY) from None
+        raise refusal(f"--device {device.type}", advice) from None
 
 
 def _recipe(
@@ -184,13 +184,14 @@ def evaluate(
     used = checkpoint.usable_vocab_size()
     progress = TimedProgress("eval")
     reference = source_score = None
-    if source is not None:
-        other = open_checkpoint(resolve(source, cache_dir))
-        _require_alike(checkpoint, other, tokens, text)
-        reference = run_checkpoint(other, tokens.tokens, where, progress)
-        source_score = score(reference, None, tokens.tokens, used, where)
-    finished = run_checkpoint(checkpoint, tokens.tokens, where, progress)
-    ours = score(finished, reference, tokens.tokens, used, where)
+    with _one_line_without_memory(where, "out of memory; free some or take another --device"):
+        if source is not None:
+            other = open_checkpoint(resolve(source, cache_dir))
+            _require_alike(checkpoint, other, tokens, text)
+            reference = run_checkpoint(other, tokens.tokens, where, progress)
+            source_score = score(reference, None, tokens.tokens, used, where)
+        finished = run_checkpoint(checkpoint, tokens.tokens, where, progress)
+        ours = score(finished, reference, tokens.tokens, used, where)
     document = {
         "model": model,
         "source": source,

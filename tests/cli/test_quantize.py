@@ -153,6 +153,18 @@ def test_out_of_memory_is_one_line_that_says_what_to_do(
     assert "--resume" in said
 
 
+def test_out_of_memory_is_one_line_of_an_evaluation_too(source, capsys, monkeypatch):
+    from engine_actor.quant import command
+
+    def full(*_):
+        raise torch.OutOfMemoryError("on a card")
+
+    monkeypatch.setattr(command, "run_checkpoint", full)
+    assert run("eval", source, "--text", source.parent / "text.txt", "--device", "cpu") == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said == "error: --device cpu: out of memory; free some or take another --device"
+
+
 @pytest.mark.parametrize(("weights", "steps"), [(2, 0), (3, 1)])
 def test_a_disk_that_is_too_small_is_refused_or_not_saved_to(
     source, capsys, monkeypatch, weights, steps
