@@ -47,6 +47,13 @@ class Carry:
         self.lifts.reverse()
 
 
+def norm_arguments(normed: Carry | None) -> tuple[object, ...]:
+    """What a kernel that may norm its x (NORMED) takes for that, in its order."""
+    if normed is None:
+        return (None, None, None, 0, 0.0)
+    return (normed.squares, *normed.lifts, normed.stream.shape[1], normed.eps)
+
+
 def refuse_carry(stream: torch.Tensor) -> str | None:
     """Why the products cannot carry such a stream, else None."""
     if stream.dtype not in (torch.float16, torch.float32):

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from kernels.jit.kernel import CudaSource, Kernel, Variant
-from kernels.linear.carry import Carry
+from kernels.linear.carry import Carry, norm_arguments
 from kernels.linear.strip import GROUPS, STEP_COLUMNS, STRIP_ROWS, StripWeights
 
 SOURCE = CudaSource("linear/strip_gemv.cu")
@@ -157,9 +157,7 @@ def launch_gemv(
         weights.steps,
         weights.scales.shape[1],
         steps_of_group(weights),
-        *(None, None, None, 0, 0.0)
-        if normed is None
-        else (normed.squares, *normed.lifts, normed.stream.shape[1], normed.eps),
+        *norm_arguments(normed),
         *(None,) * 4
         if carried is None
         else (carried.stream, next_weight, carried.lifts[0], carried.squares),

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from kernels.jit.kernel import CudaSource, Kernel, Variant
-from kernels.linear.carry import Carry
+from kernels.linear.carry import Carry, norm_arguments
 from kernels.linear.strip import STRIP_ROWS, StripWeights
 
 SOURCE = CudaSource("linear/strip_stream.cu")
@@ -150,8 +150,6 @@ def launch_stream(
         weights.out_features,
         x.shape[1],
         weights.strips,
-        *(None, None, None, 0, 0.0)
-        if normed is None
-        else (normed.squares, *normed.lifts, normed.stream.shape[1], normed.eps),
+        *norm_arguments(normed),
         launch_dependents=launch_dependents,
     )
