@@ -21,6 +21,7 @@ from engine_actor.model import carried, graph_capture
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.work.inputs import BatchInputs, build_decode, build_prefill
 from tests.engine.real_engine import BLOCK, Loaded, load, texts
+from tests.engine_gpu.broken_captures import failing, unrecordable
 
 pytestmark = pytest.mark.gpu
 
@@ -185,29 +186,6 @@ def test_texts_with_and_without_graphs(folder: Path, sampling: dict[str, Any]) -
         made.append(texts(engine, crowd(), 40, **sampling))
         assert (loaded.runner.graph_counts.replays > 10) == graphs
     assert made[0] == made[1]
-
-
-def failing(error: Callable[[], Exception]) -> type[graph_capture.CudaCapture]:
-    class Failing(graph_capture.CudaCapture):
-        """Fails in the middle of a capture."""
-
-        def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-            def broken() -> None:
-                run()
-                raise error()
-
-            return super().__call__(broken)
-
-    return Failing
-
-
-def unrecordable() -> Exception:
-    """What a capture does not allow: it is broken off by the driver."""
-    try:
-        torch.cuda.current_stream().synchronize()
-    except RuntimeError as error:
-        return error
-    raise AssertionError("a synchronisation was captured")
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from engine_actor import ops
 from engine_actor.core.plan import OverlapMode, PrefillChunk
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
-from engine_actor.model import graph_capture
 from engine_actor.model.kv_store import KVStore
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.work.inputs import BatchInputs, build_prefill
 from kernels.attention import cuda_prompt
 from tests.engine.real_engine import BLOCK, Loaded, load, texts
+from tests.engine_gpu.broken_captures import failing, unrecordable
 
 pytestmark = pytest.mark.gpu
 
@@ -214,29 +214,6 @@ def test_a_limited_card_gets_no_graph(folder: Callable[[str], Path]) -> None:
     assert (counts.eager, counts.replays) == (0, 0)
     runner.prefill_logits(inputs)
     assert counts.graphs == 1
-
-
-def failing(error: Callable[[], Exception]) -> type[graph_capture.CudaCapture]:
-    class Failing(graph_capture.CudaCapture):
-        """Fails in the middle of a capture."""
-
-        def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-            def broken() -> None:
-                run()
-                raise error()
-
-            return super().__call__(broken)
-
-    return Failing
-
-
-def unrecordable() -> Exception:
-    """What a capture does not allow: it is broken off by the driver."""
-    try:
-        torch.cuda.current_stream().synchronize()
-    except RuntimeError as error:
-        return error
-    raise AssertionError("a synchronisation was captured")
 
 
 @pytest.mark.parametrize(
