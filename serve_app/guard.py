@@ -24,7 +24,9 @@ STATE = "deepinfer.request_id"
 
 
 class Guard:
-    """Wraps the API. Every answer carries `x-request-id`, the caller's own where it sent one."""
+    """Wraps the API. Every answer carries `x-request-id`, the caller's own where it sent one. A
+    HEAD is answered as the GET would be, without the body.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -39,12 +41,17 @@ class Guard:
         request_id = sent if _PLAIN.fullmatch(sent) else f"req-{secrets.token_hex(8)}".encode()
         scope[STATE] = request_id.decode()
         status = 0
+        is_head = scope["method"] == "HEAD"
+        if is_head:
+            scope = {**scope, "method": "GET"}
 
         async def send_marked(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            elif is_head:
+                message = {**message, "body": b""}
             await send(message)
 
         begun = time.monotonic()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
+from pydantic import BaseModel
+
 from configs.schema import HttpConfig
 from engine_actor.core.params import InvalidParam
 from serve_app.chat import ChatTokenizer, chat_prompt
@@ -28,7 +30,6 @@ from serve_app.protocol.convert import (
     require_model,
 )
 from serve_app.protocol.errors import ApiError
-from serve_app.protocol.fields import SharedRequest
 from serve_app.protocol.job import EncodedPrompt, GenerationJob
 from serve_app.protocol.models import ServedModel
 from serve_app.protocol.shapes import ChatShape, CompletionShape, Envelope, Shape
@@ -38,7 +39,7 @@ LONG_TEXT = 4096
 """Characters from which tokenising leaves the event loop; below, the thread costs more."""
 
 Endpoint = Literal["completion", "chat"]
-R = TypeVar("R", bound=SharedRequest)
+R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
 
 
@@ -96,8 +97,17 @@ class Intake:
     def parse(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Wanted:
         """Check a body by itself; any thread may. Raises ApiError."""
         if endpoint == "chat":
-            return Wanted(*self._parse(ChatRequest, body, unsupported.CHAT))
-        return Wanted(*self._parse(CompletionRequest, body, unsupported.COMPLETIONS))
+            return Wanted(*self.parse_as(ChatRequest, unsupported.CHAT, body))
+        return Wanted(*self.parse_as(CompletionRequest, unsupported.COMPLETIONS, body))
+
+    def parse_as(
+        self, kind: type[R], table: Mapping[str, tuple[Any, ...]], body: Mapping[str, Any]
+    ) -> tuple[R, str | None]:
+        """A body as a `kind`, and what the client should be told of its parameters; `table` has
+        those that are known and not served. Any thread may. Raises ApiError."""
+        used = unsupported.refuse_unsupported(body, table, self.http.unsupported == "refuse")
+        unknown = unsupported.unknown_parameters(body, kind.model_fields, table)
+        return parse_model(kind, body), unsupported.warning_header(used, unknown)
 
     async def accept(
         self, wanted: Wanted, timeout_s: float | None = None, trace_id: str = ""
@@ -215,13 +225,6 @@ class Intake:
             return EncodedPrompt(tuple(ids), prompt)
         text = self.tokenizer.decode(prompt, skip_special=False) if echo else ""
         return EncodedPrompt(prompt, text)
-
-    def _parse(
-        self, kind: type[R], body: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]
-    ) -> tuple[R, str | None]:
-        used = unsupported.refuse_unsupported(body, table, self.http.unsupported == "refuse")
-        unknown = unsupported.unknown_parameters(body, kind.model_fields, table)
-        return parse_model(kind, body), unsupported.warning_header(used, unknown)
 
 
 async def _off_loop(size: int, work: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ ApiError, which crosses a process whole.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from serve_app.intake import Accepted, Endpoint, Intake
 from serve_app.protocol.bodies import refuse_lone_surrogates
 from serve_app.protocol.errors import ApiError
+
+log = logging.getLogger("ray.serve")
 
 
 class PythonFace:
@@ -39,12 +42,13 @@ class PythonFace:
         accepted = await self._accept(prompt, {**parameters, "stream": True})
         generation, shape = self._intake.begin(accepted)
         try:
-            opening = shape.opening()
+            first = True
             async with aclosing(generation.deltas()) as batches:
                 async for deltas in batches:
                     usage = generation.usage() if generation.job.continuous_usage else None
-                    events = opening + b"".join(shape.event(delta, usage) for delta in deltas)
-                    opening = b""
+                    events = shape.opening(usage) if first else b""
+                    events += b"".join(shape.event(delta, usage) for delta in deltas)
+                    first = False
                     for chunk in _chunks(events):
                         yield chunk
             if generation.job.include_usage:
@@ -56,15 +60,21 @@ class PythonFace:
     async def _accept(self, prompt: Any, parameters: dict[str, Any]) -> Accepted:
         if isinstance(prompt, Mapping):
             body = {**prompt, **parameters}
-        elif prompt is None:
-            body = parameters
         else:
             body = {"prompt": prompt, **parameters}
-        if "messages" in body and "prompt" in body:
+        if not all(isinstance(name, str) for name in body):
+            raise ApiError("invalid_type", "a parameter's name must be a string")
+        given = {name for name in ("prompt", "messages") if body.get(name) is not None}
+        if len(given) == 2:
             raise ApiError("invalid_value", "prompt and messages exclude each other", "prompt")
+        endpoint: Endpoint = "chat" if "messages" in given else "completion"
+        # None is as if it were not there, and each endpoint knows only its own of the two.
+        body = {name: value for name, value in body.items() if value is not None}
         refuse_lone_surrogates(body)
-        endpoint: Endpoint = "chat" if "messages" in body else "completion"
-        return await self._intake.accept(self._intake.parse(endpoint, body))
+        wanted = self._intake.parse(endpoint, body)
+        if wanted.warning:
+            log.warning("a Python caller's request: %s", wanted.warning)
+        return await self._intake.accept(wanted)
 
 
 def _chunks(events: bytes) -> list[dict[str, Any]]:

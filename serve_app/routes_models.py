@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 
 from serve_app.http_body import read_object
 from serve_app.intake import Intake
-from serve_app.protocol.bodies import parse_model
+from serve_app.protocol import unsupported
 from serve_app.protocol.convert import require_ids, require_model
 from serve_app.protocol.errors import ApiError
 from serve_app.protocol.models import model_list
 from serve_app.protocol.tokens import DetokenizeRequest, TokenizeRequest
 
+B = TypeVar("B", bound=BaseModel)
+
 
 def add_model_routes(app: FastAPI, intake: Intake) -> None:
     """All four routes."""
     max_bytes = intake.http.max_body_mb << 20
+
+    async def read(
+        request: Request, response: Response, kind: type[B], table: Mapping[str, tuple[Any, ...]]
+    ) -> B:
+        """The body as a `kind`; what is to be told of its parameters goes into the response."""
+        parse = partial(intake.parse_as, kind, table)
+        wanted, warning = await read_object(request, max_bytes, parse)
+        if warning:
+            response.headers["x-warnings"] = warning
+        return wanted
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -31,8 +45,8 @@ def add_model_routes(app: FastAPI, intake: Intake) -> None:
         return served.card()
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        wanted = await read_object(request, max_bytes, partial(parse_model, TokenizeRequest))
+    async def tokenize(request: Request, response: Response) -> dict[str, Any]:
+        wanted = await read(request, response, TokenizeRequest, unsupported.TOKENIZE)
         served = await intake.served()
         require_model(wanted.model, served)
         if (wanted.prompt is None) == (wanted.messages is None):
@@ -45,8 +59,8 @@ def add_model_routes(app: FastAPI, intake: Intake) -> None:
         return {"count": len(ids), "max_model_len": served.max_model_len, "tokens": list(ids)}
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        wanted = await read_object(request, max_bytes, partial(parse_model, DetokenizeRequest))
+    async def detokenize(request: Request, response: Response) -> dict[str, Any]:
+        wanted = await read(request, response, DetokenizeRequest, unsupported.DETOKENIZE)
         served = await intake.served()
         require_model(wanted.model, served)
         require_ids(wanted.tokens, served.vocab_size, "tokens")

@@ -85,24 +85,25 @@ class GenerationResponse(Response):
     async def _events(self, generation: Generation, shape: Shape, send: Send) -> None:
         job = generation.job
         begun = time.monotonic()
-        opening = shape.opening()
         first = True
         async with aclosing(generation.deltas(self._http.keep_alive_s)) as batches:
             async for deltas in batches:
-                chunk = self._chunk(generation, shape, deltas) if deltas else KEEP_ALIVE
+                chunk = self._chunk(generation, shape, deltas, first) if deltas else KEEP_ALIVE
                 if first and deltas:
                     first = False
-                    chunk = opening + chunk
                     self._metrics.observe("http_first_event_seconds", time.monotonic() - begun)
                 await self._write(send, chunk, more=True)
         tail = shape.usage_event(generation.usage()) if job.include_usage else b""
         await self._write(send, tail + DONE, more=False)
 
-    def _chunk(self, generation: Generation, shape: Shape, deltas: list[ChoiceDelta]) -> bytes:
+    def _chunk(
+        self, generation: Generation, shape: Shape, deltas: list[ChoiceDelta], first: bool
+    ) -> bytes:
         usage = generation.usage() if generation.job.continuous_usage else None
-        if len(deltas) == 1:
+        if len(deltas) == 1 and not first:
             return shape.event(deltas[0], usage)
-        return b"".join([shape.event(delta, usage) for delta in deltas])
+        opening = shape.opening(usage) if first else b""
+        return opening + b"".join([shape.event(delta, usage) for delta in deltas])
 
     async def _whole(self, generation: Generation, shape: Shape, send: Send) -> None:
         choices = await generation.results()

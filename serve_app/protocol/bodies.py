@@ -80,7 +80,7 @@ def timeout_from_header(value: str | None) -> float | None:
     if value is None:
         return None
     try:
-        seconds = float(value)
+        seconds = math.nan if "_" in value else float(value)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_S:
@@ -105,14 +105,15 @@ def _encodable(text: str) -> bool:
 
 def _encodable_deep(value: Any) -> bool:
     pending = [value]
+    seen: set[int] = set()
     while pending:
         item = pending.pop()
         if isinstance(item, str):
             if not _encodable(item):
                 return False
-        elif isinstance(item, list):
+        elif isinstance(item, (list, dict)) and id(item) not in seen:
+            seen.add(id(item))  # what a Python caller sends may hold itself
             pending.extend(item)
-        elif isinstance(item, dict):
-            pending.extend(item.keys())
-            pending.extend(item.values())
+            if isinstance(item, dict):
+                pending.extend(item.values())
     return True

@@ -57,7 +57,7 @@ def _unserved(message: dict[str, Any]) -> str | None:
     """What OpenAI's messages may hold and ours may not."""
     if message.get("role") in ("tool", "function"):
         return "messages of tools are"
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("tool_calls", "function_call", "audio", "prefix", "partial"):
         if message.get(name):
             return f"{name} in a message is"
     content = message.get("content")

@@ -55,7 +55,7 @@ def completion_job(
         priority=request.priority or 0,
         deadline_ms=_deadline_ms(request, timeout_s),
         salt=request.cache_salt or "",
-        trace_id=trace_id or request.request_id or "",
+        trace_id=request.request_id or trace_id,
     )
 
 
@@ -93,7 +93,7 @@ def chat_job(
         priority=request.priority or 0,
         deadline_ms=_deadline_ms(request, timeout_s),
         salt=request.cache_salt or "",
-        trace_id=trace_id or request.request_id or "",
+        trace_id=request.request_id or trace_id,
     )
 
 

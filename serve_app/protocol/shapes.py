@@ -67,8 +67,8 @@ class TokenNames(Protocol):
 class Shape(Protocol):
     """One endpoint's bodies."""
 
-    def opening(self) -> bytes:
-        """Events before any text; maybe none."""
+    def opening(self, usage: UsageTotals | None) -> bytes:
+        """Events before any text; maybe none. `usage` only where every chunk carries it."""
         ...
 
     def event(self, delta: ChoiceDelta, usage: UsageTotals | None) -> bytes:
@@ -132,7 +132,7 @@ class CompletionShape(_Chunked):
         super().__init__(envelope, completions.OBJECT)
         self._names = names
 
-    def opening(self) -> bytes:
+    def opening(self, usage: UsageTotals | None) -> bytes:
         return b""
 
     def event(self, delta: ChoiceDelta, usage: UsageTotals | None) -> bytes:
@@ -162,12 +162,12 @@ class ChatShape(_Chunked):
         super().__init__(envelope, chat.CHUNK_OBJECT)
         self._names = names
 
-    def opening(self) -> bytes:
+    def opening(self, usage: UsageTotals | None) -> bytes:
         return b"".join(
             self._line(
                 f'{{"index":{index},"delta":{{"role":"assistant","content":"","refusal":null}},'
                 '"logprobs":null,"finish_reason":null}',
-                None,
+                usage,
             )
             for index in range(self._envelope.n_choices)
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from serve_app.protocol.errors import ApiError
+from serve_app.protocol.fields import StreamOptions
 
 _SHARED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None, []),
@@ -79,6 +80,19 @@ CHAT: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
 }
 
+TOKENIZE: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (None, True),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "return_token_strs": (None, False),
+    "tools": (None, []),
+    "with_pieces": (None, False),
+}
+
+DETOKENIZE: dict[str, tuple[Any, ...]] = {"skip_special_tokens": (None, False)}
+
 HARMLESS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 """Labels and hints that ask for nothing a client could miss."""
 
@@ -100,9 +114,15 @@ def refuse_unsupported(
 def unknown_parameters(
     body: Mapping[str, Any], fields: Iterable[str], table: Mapping[str, tuple[Any, ...]]
 ) -> list[str]:
-    """Names in the body that nobody here has heard of."""
+    """Names in the body that nobody here has heard of; those in `stream_options` by their path."""
     known = set(fields) | set(table) | HARMLESS
-    return [name for name in body if name not in known]
+    options = body.get("stream_options")
+    inner = [
+        f"stream_options.{name}"
+        for name in (options if isinstance(options, dict) else ())
+        if "stream_options" in known and name not in StreamOptions.model_fields
+    ]
+    return [name for name in body if name not in known] + inner
 
 
 def warning_header(unsupported: list[str], unknown: list[str]) -> str | None:
@@ -110,12 +130,16 @@ def warning_header(unsupported: list[str], unknown: list[str]) -> str | None:
     parts = []
     for label, names in (("unsupported", unsupported), ("unknown", unknown)):
         if names:
-            plain = [name for name in names if name.isidentifier() and name.isascii()]
+            plain = [name for name in names if _plain(name)]
             shown = [name for name in plain if len(name) <= 64][:MAX_WARNED]
             more = len(names) - len(shown)
             listed = ", ".join(shown + ([f"{more} more"] if more else []))
             parts.append(f"ignored {label} parameters: {listed}")
     return "; ".join(parts) or None
+
+
+def _plain(name: str) -> bool:
+    return name.isascii() and all(part.isidentifier() for part in name.split("."))
 
 
 def _neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

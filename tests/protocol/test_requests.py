@@ -139,6 +139,7 @@ def test_bad_messages_name_messages(messages: Any) -> None:
         ({"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}, "tool_calls"),
         ({"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]}, "tool_calls"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "content of type image_url"),
+        ({"role": "assistant", "content": "x", "prefix": True}, "prefix"),
     ],
 )
 def test_a_message_that_others_serve_is_refused_by_what_it_holds(
@@ -187,7 +188,7 @@ def test_good_bodies_pass() -> None:
     assert parse_object(b'{"a":1,"a":2}') == {"a": 2}
 
 
-@pytest.mark.parametrize("value", ["", "abc", "0", "-1", "nan", "inf", "1e6", "1e306"])
+@pytest.mark.parametrize("value", ["", "abc", "0", "-1", "nan", "inf", "1e6", "1e306", "1_0"])
 def test_a_bad_timeout_header_is_refused(value: str) -> None:
     with pytest.raises(ApiError):
         timeout_from_header(value)

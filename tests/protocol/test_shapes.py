@@ -64,7 +64,7 @@ def payload(event: bytes) -> Any:
 
 def test_completion_event_golden() -> None:
     shape = CompletionShape(envelope(), Names())
-    assert shape.opening() == b""
+    assert shape.opening(None) == b""
     assert (
         shape.event(ChoiceDelta(1, 'é"\n'), None)
         == (
@@ -145,7 +145,7 @@ def test_completion_answer_golden() -> None:
 
 def test_chat_events_golden() -> None:
     shape = ChatShape(envelope(), Names())
-    roles = [payload(e + b"\n\n") for e in shape.opening().split(b"\n\n") if e]
+    roles = [payload(e + b"\n\n") for e in shape.opening(None).split(b"\n\n") if e]
     assert [c["choices"][0]["index"] for c in roles] == [0, 1]
     assert roles[0]["object"] == "chat.completion.chunk"
     assert roles[0]["choices"][0]["delta"]["role"] == "assistant"

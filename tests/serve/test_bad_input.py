@@ -182,6 +182,24 @@ async def test_tokenize_and_detokenize(make_api: ApiMaker) -> None:
         await check(api, await api.client.post(path, json=sent), status, param)
 
 
+async def test_parameters_of_tokenize_are_taken_or_spoken_of(make_api: ApiMaker) -> None:
+    """F-22 beside the endpoints that generate: a template's flag would change the count."""
+    api = await api_of(make_api)
+    messages = [{"role": "user", "content": "x"}]
+    for path, sent in (
+        ("/tokenize", {"messages": messages, "add_generation_prompt": False}),
+        ("/tokenize", {"messages": messages, "tools": [{"type": "function"}]}),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [1], "skip_special_tokens": True}),
+    ):
+        error = await check(api, await api.client.post(path, json=sent), 400, list(sent)[-1])
+        assert error["code"] == "unsupported_parameter"
+    sent = {"messages": messages, "add_generation_prompt": True, "tools": None, "odd": 1}
+    response = await api.client.post("/tokenize", json=sent)
+    assert response.status_code == 200
+    assert response.headers["x-warnings"] == "ignored unknown parameters: odd"
+
+
 async def test_bad_text_in_unknown_names_and_models_is_survived(make_api: ApiMaker) -> None:
     api = await api_of(make_api)
     response = await api.complete(**{"x\r\nset-cookie: a=b": 1, "é": 2})

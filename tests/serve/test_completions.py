@@ -116,6 +116,11 @@ async def test_continuous_usage(make_api: ApiMaker) -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks(stream.text)]
     assert counts == sorted(counts)
     assert counts[-1] == 3
+    stream = await api.chat(stream=True, stream_options=options)
+    opening, *_, last = chunks(stream.text)
+    assert opening["choices"][0]["delta"]["role"] == "assistant"
+    assert opening["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] > 0
+    assert opening["usage"]["completion_tokens"] <= 1
 
 
 @pytest.mark.parametrize("prompt", ["ab", ["ab"], TOKENIZER.ids("a", "b"), [TOKENIZER.ids("ab")]])
@@ -240,6 +245,8 @@ async def test_parameters_reach_the_engine(make_api: ApiMaker) -> None:
     assert sampling.ignore_eos
     assert (submit.priority, submit.deadline_ms, submit.salt) == (3, 2000, "s")
     assert submit.trace_id == "mine-1"
+    await api.client.post("/v1/completions", json={**parameters, "request_id": "body-1"})
+    assert api.service.received[-1].trace_id == "body-1"
 
 
 async def test_every_answer_has_ids(make_api: ApiMaker) -> None:
@@ -266,3 +273,5 @@ async def test_unknown_parameters_are_ignored_and_said(make_api: ApiMaker) -> No
     warned = await make_api(TOKENIZER, saying("x"), http={"unsupported": "warn"})
     response = await warned.complete(suffix="x")
     assert response.headers["x-warnings"] == "ignored unsupported parameters: suffix"
+    inner = await api.complete(stream=True, stream_options={"include_usage": True, "odd": 1})
+    assert inner.headers["x-warnings"] == "ignored unknown parameters: stream_options.odd"

@@ -54,6 +54,18 @@ async def test_a_stuck_or_draining_engine_is_not_ready(make_api: ApiMaker) -> No
     assert "draining" in response.json()["error"]["message"]
 
 
+async def test_a_head_is_the_get_without_its_body(make_api: ApiMaker) -> None:
+    """Watchers of uptime ask with HEAD."""
+    api = await make_api(TOKENIZER, lambda submit: [120])
+    for path in ("/health", "/health/live", "/v1/models", "/metrics", "/nope", "/v1/completions"):
+        head, get = await api.client.head(path), await api.client.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b"")
+        assert head.headers["content-type"] == get.headers["content-type"]
+        assert head.headers["x-request-id"]
+    assert (await api.client.head("/health")).status_code == 200
+    assert (await api.client.head("/v1/completions")).headers["allow"] == "POST"
+
+
 async def test_metrics_hold_the_engine_s_and_the_ingress_s(make_api: ApiMaker) -> None:
     """F-31."""
     api = await make_api(TOKENIZER, lambda submit: [120])

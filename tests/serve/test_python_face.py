@@ -71,6 +71,29 @@ async def test_errors_are_raised_by_name(make_api: ApiMaker) -> None:
         with pytest.raises(ApiError) as caught:
             await face.generate(**parameters)
         assert caught.value.param == param
+    with pytest.raises(ApiError, match="name must be a string"):
+        await face.generate({"prompt": "a", 1: 2})
+
+
+async def test_what_only_python_can_send(make_api: ApiMaker, caplog: Any) -> None:
+    """None is as if it were not there; a list may hold itself; a misspelt name is logged, since
+    there is no response header to say so."""
+    _, face = await face_of(make_api)
+    message = {"role": "user", "content": "a"}
+    bodies: list[dict[str, Any]] = [
+        {"prompt": "a", "messages": None},
+        {"prompt": None, "messages": [message]},
+    ]
+    for body in bodies:
+        assert (await face.generate(body, max_tokens=1))["usage"]["completion_tokens"] == 1
+    assert not caplog.records
+    around: list[Any] = []
+    around.append(around)
+    assert (await face.generate("a", metadata=around, max_token=1))["choices"][0]["text"] == "hello"
+    assert "unknown parameters: max_token" in caplog.text
+    with pytest.raises(ApiError) as caught:
+        await face.generate("a", stop=around)
+    assert caught.value.param == "stop"
 
 
 async def test_a_caller_that_stops_reading_frees_its_sequences(make_api: ApiMaker) -> None:
