@@ -86,7 +86,8 @@ class DecodeTensors:
 
     tables i32[B, width]; lengths i32[B], 0 for a padding row, whose output becomes zeros; rows
     i32[B] or None where sequence i is row i. longest: keys that any of them may have while these
-    tensors live; it decides the split, so a graph captured at `longest` serves all shorter ones.
+    tensors live; it decides the split: a graph captured at `longest` serves shorter ones, and
+    longer ones slowly.
     Use them once before a capture: that takes the kernels' rooms outside the graph's own memory.
     """
 

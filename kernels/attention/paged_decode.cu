@@ -73,12 +73,14 @@ paged_decode(const element* q, const char* kv, const unsigned* scales, const int
     const int length = __ldcg(lengths + sequence);
     const int low = window > 0 ? max(0, length - window) : 0;
     const int begin = low / TILE, end = (length + TILE - 1) / TILE;
-    const int first = begin + split * tiles_per_split, last = min(end, first + tiles_per_split);
+    const int first = begin + split * tiles_per_split, splits = gridDim.y;
+    // Keys beyond what the grid was made for are the last split's: nobody waits for one that is not.
+    const int last = split + 1 == splits ? end : min(end, first + tiles_per_split);
     if (first >= last && split > 0) return;
     if (window > 0 && first + warp + lane * WARPS < last) {
         blocks = table[(first + warp + lane * WARPS) / TILES_PER_BLOCK];
     }
-    const int parts = max(1, (end - begin + tiles_per_split - 1) / tiles_per_split);
+    const int parts = max(1, min(splits, (end - begin + tiles_per_split - 1) / tiles_per_split));
     const int out_row = rows == nullptr ? sequence : rows[sequence];
     const int head = kv_head * group + head_tile * HEADS;
     const size_t at = (size_t(out_row) * kv_heads * group + head) * HEAD_DIM;

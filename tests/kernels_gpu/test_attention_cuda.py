@@ -92,6 +92,26 @@ def test_long_contexts_take_many_splits() -> None:
         assert run(case, 4, 1, 128, "bfloat16", int8) < ATTENTION.allowed("bfloat16")
 
 
+@pytest.mark.parametrize("longest", [16, 400, 1024])
+def test_keys_beyond_the_longest_that_was_planned_for(longest: int) -> None:
+    """Right, if slow: the last split takes them, and leaves the rooms as they were."""
+    case = ragged([1] * 4, [3000, longest, longest + 1, 7])
+    for int8 in (False, True):
+        q = queries(case.rows, 16, 128, torch.float16)
+        kv: torch.Tensor | Int8KV = poisoned_cache(case, 2, 128, torch.float16)
+        kv = as_int8(kv) if int8 and isinstance(kv, torch.Tensor) else kv
+        step = plan(case, None).decode
+        assert step is not None
+        short = DecodeTensors(step.tables, step.lengths, step.rows, longest)
+        got = torch.empty(case.rows, 16 * 128, dtype=torch.float16, device="cuda")
+        want = expected(q, kv, case, None)
+        for _ in range(2):
+            ATTEND.decode(q, kv, short, got, BLOCK_TOKENS, None)
+            error = (got.cpu().float() - want).abs().max() / want.abs().max()
+            assert error < ATTENTION.allowed("float16")
+            assert all((room == ABSENT).all() for room in short.rooms.values())
+
+
 def test_prompts_chunks_and_decodes_together() -> None:
     """A whole prompt, chunks behind cached blocks, and decodes between them."""
     case = ragged([1, 70, 1, 33, 16], [90, 70, 5, 333, 16])
