@@ -88,21 +88,25 @@ class Clients:
 
     def __call__(self, streams: int) -> list[StreamRecord]:
         """So many streams at once. Raises RuntimeError where one of them failed."""
-        bodies = [self._body() for _ in range(streams)]
+        records = self.begin(streams)()
+        if errors := [record.error for record in records if record.error]:
+            raise RuntimeError(f"http: {errors[0]}")
+        return records
+
+    def begin(self, streams: int, out: int | None = None) -> Callable[[], list[StreamRecord]]:
+        """Send so many, of `out` tokens where they are not to be --out; what waits for all ends."""
+        bodies = [self.body() | ({"max_tokens": out} if out else {}) for _ in range(streams)]
         gap, start = self._args.gap_ms / 1e3, time.perf_counter() + LEAD_S
         timed = [(start + gap * i, body) for i, body in enumerate(bodies)]
         shares = [timed[i :: self._args.clients] for i in range(min(streams, self._args.clients))]
         reading = [self._pool.submit(read_streams, self._url, share) for share in shares]
-        records = [record for future in reading for record in future.result()]
-        if errors := [record.error for record in records if record.error]:
-            raise RuntimeError(f"http: {errors[0]}")
-        return records
+        return lambda: [record for future in reading for record in future.result()]
 
     def close(self) -> None:
         """End the processes."""
         self._pool.shutdown()
 
-    def _body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "prompt": list(self.prompts.next(self._args.prompt)),
