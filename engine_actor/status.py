@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine_actor import ops
 from engine_actor.core.plan import OverlapMode
 from engine_actor.engine import Engine
 from engine_actor.loop import Heartbeat
@@ -92,12 +93,15 @@ def async_reason(engine: Engine) -> str | None:
 
 def _model(engine: Engine) -> dict[str, Any]:
     facts = engine.facts
+    card = ops.device_info(torch.device(facts.device))
     return {
         "name": facts.model,
         "family": facts.family,
         "weights": facts.weights,
         "numerics": facts.numerics,
         "device": facts.device,
+        "card": card.name,
+        "card_uuid": card.uuid,
         "layer_kernels": facts.layer_kernels,
         "fingerprint": facts.fingerprint,
         "vocab_size": facts.vocab_size,

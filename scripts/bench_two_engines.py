@@ -94,9 +94,16 @@ class Engines:
         members = session_members(self._session)
         return {member.pid for member in members if "EngineActor" in member.command}
 
-    def devices(self) -> dict[int, list[str]]:
-        """GPUs that each engine's process holds open; none on a CPU."""
-        return {pid: gpus_of(pid) for pid in sorted(self.pids())}
+    def cards(self, count: int) -> dict[str, str]:
+        """The GPU of each engine by its UUID, "" on a CPU: whoever is asked tells of his own."""
+        found: dict[str, str] = {}
+        for _ in range(MOST_ASKED):
+            status = fetch_json(f"{self._url}/v1/status")
+            if status is not None:
+                found[status["engine"]] = status["model"]["card_uuid"]
+            if len(found) == count:
+                break
+        return found
 
     def complete(self, body: dict[str, Any]) -> str:
         """The text of one completion. Raises OSError."""
@@ -108,15 +115,6 @@ class Engines:
         with urllib.request.urlopen(request, timeout=60) as answer:
             text: str = json.load(answer)["choices"][0]["text"]
         return text
-
-
-def gpus_of(pid: int) -> list[str]:
-    """Device files of GPUs that a process has open, sorted."""
-    found = set()
-    for link in Path(f"/proc/{pid}/fd").glob("*"):
-        with suppress(OSError):
-            found.add(os.readlink(link))
-    return sorted(name for name in found if re.fullmatch(r"/dev/nvidia\d+", name))
 
 
 def until(ask: Callable[[], Any], seconds: float) -> float | None:
@@ -141,7 +139,7 @@ class Bench:
 
     def run(self, count: int) -> None:
         """Everything, for so many engines."""
-        self.devices(count)
+        self.cards("before", count)
         self.same_texts("before", count)
         for streams in self.args.streams:
             self.rates(count, streams, "before")
@@ -151,17 +149,18 @@ class Bench:
         alone = self.engines.running()
         self.back(count, before)
         self.facts["away_for_all_of_it"] = len(alone) == count - 1
-        self.devices(count)
+        self.cards("after", count)
         self.same_texts("after", count)
         self.rates(count, self.args.streams[0], "after")
 
-    def devices(self, count: int) -> None:
-        """Each engine has its own GPU, or none of them has one."""
-        held = list(self.engines.devices().values())
-        self.facts.setdefault("devices", []).append(held)
-        self.expect(len(held) == count, f"{len(held)} processes of engines, not {count}")
-        names = [gpu for gpus in held for gpu in gpus]
-        self.expect(len(set(names)) == len(names), f"engines share a GPU: {held}")
+    def cards(self, when: str, count: int) -> None:
+        """Each engine has a process and a GPU of its own, or they are all on the CPU."""
+        cards, pids = self.engines.cards(count), self.engines.pids()
+        self.facts[f"cards {when}"] = cards
+        self.expect(len(pids) == count, f"{when}: {len(pids)} processes of engines, not {count}")
+        self.expect(len(cards) == count, f"{when}: only {sorted(cards)} tell of themselves")
+        own = {uuid for uuid in cards.values() if uuid}
+        self.expect(len(own) in (0, count), f"{when}: engines share a GPU: {cards}")
 
     def same_texts(self, when: str, count: int) -> None:
         """One prompt in turn until each engine has answered: one text."""

@@ -15,6 +15,7 @@ import torch
 class DeviceInfo:
     """One device. capability: torch's name of the CPU vector level ("AVX2", "AVX512", "DEFAULT");
     empty on a GPU. sm: 86 for compute capability 8.6, 0 on a CPU. multiprocessors: 0 on a CPU.
+    uuid: which card it is among several, as nvidia-smi -L lists them; empty on a CPU.
     """
 
     kind: str
@@ -22,6 +23,7 @@ class DeviceInfo:
     capability: str = ""
     sm: int = 0
     multiprocessors: int = 0
+    uuid: str = ""
 
 
 def device_info(device: torch.device) -> DeviceInfo:
@@ -35,6 +37,7 @@ def device_info(device: torch.device) -> DeviceInfo:
             found.name,
             sm=found.major * 10 + found.minor,
             multiprocessors=found.multi_processor_count,
+            uuid=f"GPU-{found.uuid}",
         )
     raise ValueError(f"no kernels for device {device.type!r}; there are cpu and cuda")
 

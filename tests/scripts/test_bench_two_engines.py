@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bench_two_engines
-from bench_two_engines import Bench, build_parser, gpus_of, until
+from bench_two_engines import Bench, build_parser, until
 from results import make_record, validate
 from sse_client import StreamRecord
 
 ARGS = build_parser().parse_args(
     "--output x --streams 4 --repeats 2 --kill-after 0 --wait 1 --url http://127.0.0.1:1".split()
 )
-GPUS = {11: ["/dev/nvidia0"], 12: ["/dev/nvidia1"]}
+GPUS = {11: "GPU-a", 12: "GPU-b"}
 
 
 class TwoEngines:
     """Takes turns; the one of the killed process is away until `start_again`."""
 
-    def __init__(self, gpus: dict[int, list[str]], texts: tuple[str, str] = ("a", "a")) -> None:
+    def __init__(self, gpus: dict[int, str], texts: tuple[str, str] = ("a", "a")) -> None:
         self.gpus, self.texts = dict(gpus), texts
         self.names = {11: "engine-0", 12: "engine-1"}
         self.received = {"engine-0": 0, "engine-1": 0}
@@ -38,8 +37,8 @@ class TwoEngines:
     def pids(self) -> set[int]:
         return set(self.gpus)
 
-    def devices(self) -> dict[int, list[str]]:
-        return self.gpus
+    def cards(self, count: int) -> dict[str, str]:
+        return {self.names[pid]: uuid for pid, uuid in self.gpus.items()}
 
     def complete(self, body: dict[str, Any]) -> str:
         turn = sum(self.received.values()) % 2
@@ -98,10 +97,15 @@ def test_a_death_that_cost_half_of_the_streams(monkeypatch):
 
 
 def test_engines_that_share_a_gpu(monkeypatch):
-    one = {11: ["/dev/nvidia0"], 12: ["/dev/nvidia0"]}
-    found = wrong(monkeypatch, TwoEngines(one), HALF_TOLD)
-    assert found
-    assert all(line.startswith("engines share a GPU") for line in found)
+    found = wrong(monkeypatch, TwoEngines({11: "GPU-a", 12: "GPU-a"}), HALF_TOLD)
+    assert [line.split(": ")[:2] for line in found] == [
+        ["before", "engines share a GPU"],
+        ["after", "engines share a GPU"],
+    ]
+
+
+def test_engines_of_a_cpu_have_no_cards(monkeypatch):
+    assert wrong(monkeypatch, TwoEngines({11: "", 12: ""}), HALF_TOLD) == []
 
 
 def test_engines_that_do_not_say_the_same(monkeypatch):
@@ -144,8 +148,19 @@ def test_until_asks_again_where_nothing_answers():
     assert until(lambda: False, 0) is None
 
 
-def test_a_process_without_a_gpu_holds_none():
-    assert gpus_of(os.getpid()) == []
+def test_cards_by_asking_whoever_answers(monkeypatch):
+    turns = iter(["engine-0", None, "engine-0", "engine-1", "engine-0"])
+
+    def ask(url: str) -> Any:
+        name = next(turns)
+        return name and {"engine": name, "model": {"card_uuid": f"GPU-{name[-1]}"}}
+
+    monkeypatch.setattr(bench_two_engines, "fetch_json", ask)
+    monkeypatch.setattr(bench_two_engines, "listener", lambda port: SimpleNamespace(pid=1))
+    monkeypatch.setattr(bench_two_engines, "session_leader", lambda pid: SimpleNamespace(pid=1))
+    engines = bench_two_engines.Engines("http://127.0.0.1:1")
+    assert engines.cards(2) == {"engine-0": "GPU-0", "engine-1": "GPU-1"}
+    assert next(turns) == "engine-0"
 
 
 def test_only_the_session_that_listens_is_looked_at(monkeypatch):
