@@ -146,6 +146,8 @@ def _step_shape(config: EngineConfig, checkpoint: Checkpoint, sm: int, allowed: 
     exact = config.numerics == "exact"
     packed = not exact and sm >= LEAST_SM and all_in_strips(model, checkpoint.entries)
     head_bits, head_rows = head_of(model, checkpoint.entries)
+    kv_dtype = resolve_kv_dtype(model, torch.device("cuda"), config.numerics, config.kv.dtype)
+    in_buckets = takes_layer_kernels(config, model, kv_dtype)
     return StepShape(
         model=model,
         vocab_size=checkpoint.usable_vocab_size(),
@@ -156,8 +158,9 @@ def _step_shape(config: EngineConfig, checkpoint: Checkpoint, sm: int, allowed: 
         streams=STREAMS_OF_A_PAIR if config.enable_prefill_decode_overlap else 1,
         partial_prefills=config.max_partial_prefills,
         block_tokens=config.kv.block_tokens,
-        graphs=config.cuda_graphs,
-        prefill_graphs=wants_prefill_graphs(config, allowed),
+        in_buckets=in_buckets,
+        graphs=in_buckets and config.cuda_graphs,
+        prefill_graphs=in_buckets and wants_prefill_graphs(config, allowed),
         small_workspaces=wants_small_workspaces(allowed),
         in_strips=packed,
         gated=packed and has_gated(checkpoint.entries) and dtype == torch.float16,
@@ -177,12 +180,23 @@ def wants_small_workspaces(allowed: int) -> bool:
 
 def takes_int8(config: EngineConfig, model: ModelConfig) -> bool:
     """Whether the layer kernels could read an INT8 cache of this model, a compiler given."""
+    return takes_layer_kernels(config, model, torch.int8)
+
+
+def takes_layer_kernels(config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype) -> bool:
+    """Whether layers of this model could run their kernels beside such a cache, a compiler given:
+    without them no step has a fixed shape, so there is nothing to capture.
+    """
+    dtype = compute_dtype(model, torch.device("cuda"), config.numerics)
+    is_int8 = kv_dtype == torch.int8
+    if config.numerics == "exact" or not (is_int8 or kv_dtype == dtype):
+        return False
     shape = ops.LayerShape(
         torch.device("cuda"),
-        compute_dtype(model, torch.device("cuda"), config.numerics),
+        dtype,
         model.head_dim,
         config.kv.block_tokens,
-        bits=8,
+        bits=8 if is_int8 else 0,
     )
     return not any(verdict.refusal for verdict in ops.explain_layer(shape)[1:])
 

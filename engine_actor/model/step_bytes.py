@@ -57,7 +57,8 @@ class StepShape:
     head_rows: of x, that the head is read packed for.
     graphs, prefill_graphs: whether decode steps and small chunks are captured. in_strips: whether
     every linear of the layers is read packed at any number of rows. gated: whether gate and up are
-    one linear that gives the product.
+    one linear that gives the product. in_buckets: whether decode steps have fixed shapes, without
+    which nothing is captured.
     """
 
     model: ModelConfig
@@ -74,6 +75,7 @@ class StepShape:
     in_strips: bool = False
     gated: bool = False
     prefill_graphs: bool = False
+    in_buckets: bool = True
 
 
 def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
@@ -81,7 +83,7 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
     chunk, rows = settings.chunk_tokens, settings.max_num_seqs
     yield Part("prompt chunk", prompt_bytes(shape, settings), f"{chunk} tokens, last rows' logits")
     yield Part("decoded rows", decode_bytes(shape, rows), f"{rows} sequences with their logits")
-    if shape.sm:
+    if shape.sm and shape.in_buckets:
         buckets = DecodeBuckets.up_to(rows, settings.max_model_len)
         fixed = static_bytes(buckets, shape.vocab_size, shape.block_tokens, shape.model.head_dim)
         yield Part("decode buckets", fixed, f"up to {buckets.rows[-1]} rows", True)

@@ -96,6 +96,19 @@ def test_packed_models_call_no_library_and_plan_no_room_for_one() -> None:
     assert parts(SHAPES["3b"], max_num_seqs=300)["library workspaces"] > 30 * MIB
 
 
+@pytest.mark.parametrize(
+    "other", [{"numerics": "exact"}, {"kv": {"dtype": "fp32"}}], ids=["exact", "another cache"]
+)
+def test_nothing_is_kept_free_for_graphs_that_no_step_can_have(other: dict[str, Any]) -> None:
+    def names(**engine: Any) -> set[str]:
+        found = planned(SHAPES["3b"], 2048, memory_limit_mb=40_000, prefill_graphs=True, **engine)
+        return {part.name for part in found.parts}
+
+    fixed = {"decode buckets", "decode graphs", "prefill buckets", "prefill graphs"}
+    assert fixed <= names()
+    assert not fixed & names(**other)
+
+
 def test_the_head_says_how_many_rows_it_is_read_packed_for() -> None:
     def of(shape: Shape, **changed: Any) -> tuple[int, int]:
         found = random_checkpoint(shape, CPU)

@@ -80,10 +80,20 @@ def fill(engine: Engine) -> Driver:
 @pytest.mark.parametrize(("shape", "chunk"), [(SEVEN, 128), (SEVEN, 512), (THREE, 256)])
 def test_the_planned_fill_fits_under_the_cap(shape: Any, chunk: int, kv: str) -> None:
     """The pool is smaller than its sequences could fill, and all of it is in use at once."""
+    require_fill(shape, {"prefill_chunk_tokens": chunk, "kv": {"dtype": kv}})
+
+
+@pytest.mark.parametrize("other", [{"numerics": "exact"}, {"kv": {"dtype": "fp32"}}], ids=str)
+def test_it_fits_where_no_room_is_kept_for_graphs(other: dict[str, Any]) -> None:
+    require_fill(THREE, {"prefill_chunk_tokens": 128, **other})
+
+
+def require_fill(shape: Any, settings: dict[str, Any]) -> None:
+    """8 sequences at once in the smaller pool: nothing is retried, nothing lies beyond the cap."""
     gc.collect()
     ledger = card_ledger(choose_device("cuda"))
     others = ledger.mapped
-    settings = {"max_num_seqs": 8, "prefill_chunk_tokens": chunk, "kv": {"dtype": kv}}
+    settings = {"max_num_seqs": 8, **settings}
     limit = limit_with(28 * MIB, shape, **settings)
     engine = engine_of(shape, **settings, memory_limit_mb=limit)
     plan = engine.facts.memory_plan
