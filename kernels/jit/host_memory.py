@@ -34,13 +34,16 @@ class PinnedBytes:
         check(status, f"locking {size} bytes of the host's memory")
         assert address.value is not None
         self._address: int | None = address.value
+        self._device = device
         view = (ctypes.c_ubyte * size).from_address(address.value)
         self.tensor = torch.frombuffer(view, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give it back."""
+        """Give it back, on any thread. Raises LaunchError where the driver does not take it."""
         if self._address is not None:
             address, self._address = self._address, None
+            # A thread that has done nothing on a device has no context, and would free nothing.
+            driver.enter_context(self._device)
             # A device that is lost has nothing under way.
             driver.driver().cuCtxSynchronize()
             check(driver.driver().cuMemFreeHost(address), "unlocking the host's memory")

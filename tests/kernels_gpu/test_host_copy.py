@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import threading
 from itertools import accumulate
 
 import pytest
 import torch
 
+from kernels.jit.driver import driver
 from kernels.jit.host_memory import PinnedBytes
 from kernels.kv.host_copy import copy_blocks, copy_blocks_plainly
 
@@ -69,3 +72,19 @@ def test_memory_is_locked_to_the_byte_and_given_back() -> None:
     assert int(on_device.sum()) == 7 * 2**20
     memory.close()
     memory.close()
+
+
+def test_a_thread_without_a_context_gives_it_back() -> None:
+    memory = PinnedBytes(2**20, torch.cuda.current_device())
+    address = memory.tensor.data_ptr()
+
+    def is_locked() -> bool:
+        flags = ctypes.c_uint()
+        status = driver().cuMemHostGetFlags(ctypes.byref(flags), ctypes.c_void_p(address))
+        return status == 0
+
+    assert is_locked()
+    other = threading.Thread(target=memory.close)
+    other.start()
+    other.join()
+    assert not is_locked()
