@@ -43,8 +43,8 @@ class PoolCapacity:
     def set_base(self, n_blocks: int) -> None:
         """Change the base itself."""
         require_positive("n_blocks", n_blocks)
-        self.too_small = False
         self._base_blocks = n_blocks
+        self.too_small = self._largest_need() > n_blocks
         self._fit()
 
     def take_displaced(self) -> list[Sequence]:
@@ -61,11 +61,15 @@ class PoolCapacity:
     def _fit(self) -> None:
         wanted = self.target_blocks
         if wanted < self._kv.capacity:
-            needs = (tokens_needed(seq) for seq in self._roster.live.values())
-            largest = self._kv.blocks_for(max(needs, default=1))
+            largest = self._largest_need()
             self.too_small = self.too_small or largest > self._base_blocks
             wanted = min(self._base_blocks, max(wanted, min(largest, self._kv.capacity)))
         if wanted < self._kv.capacity:
             self._shrunk = True
         if wanted != self._kv.capacity:
             self._kv.resize(wanted)
+
+    def _largest_need(self) -> int:
+        """Blocks of the live request that needs most."""
+        needs = (tokens_needed(seq) for seq in self._roster.live.values())
+        return self._kv.blocks_for(max(needs, default=1))

@@ -217,3 +217,13 @@ def test_shared_prefixes_at_a_full_pool_never_give_a_wrong_text() -> None:
         engine.step()
     assert engine.scheduler.stats.preemptions > 0
     engine.check_all_ended()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)])
+def test_a_pool_that_changes_again_still_ends_who_no_longer_fits(sizes: tuple[int, int]) -> None:
+    engine = SchedulerHarness(n_blocks=3)
+    engine.add(1, range(2, 42), max_tokens=2)
+    for n_blocks in sizes:
+        engine.scheduler.resize(n_blocks)
+    engine.run()
+    assert engine.ended["c", 1] == (FinishReason.OOM, "out_of_memory")
