@@ -99,6 +99,12 @@ class EngineConfig(_Strict):
         description="a longer chunk runs by ranges of layers while a stream decodes; default: 256 "
         "where a GPU chose a longer chunk, else off",
     )
+    prefill_burst_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="while a crowd of prompts waits, so many tokens of those that end go in one "
+        "step beside streams; default: 2048 where the slice was chosen, else off",
+    )
     async_steps: bool = Field(
         True,
         description="GPU: launch a step before the tokens of the last one are on the host",

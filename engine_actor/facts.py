@@ -68,6 +68,7 @@ def scheduler_limits(
         pipeline_depth=depth,
         eos_token_ids=frozenset(facts.eos_token_ids),
         prefill_slice_tokens=config.prefill_slice_tokens,
+        prefill_burst_tokens=config.prefill_burst_tokens,
         n_layers=n_layers,
     )
 

@@ -43,6 +43,8 @@ from engine_actor.model.step_bytes import StepShape, step_parts
 SMALL_CARD_BYTES = 12 << 30
 CHUNKS = {8192: 20 << 30, 2048: 10 << 30, CHUNK_TOKENS: 0}
 """Prompt tokens of a step where nobody says, and the memory for the engine from which on."""
+BURST_TOKENS = 2048
+"""Of prompts in one step while a crowd of them waits: nearly the whole rate of a large GPU."""
 PREFILL_GRAPHS_FROM = 20 << 30
 """Memory for the engine from which on small chunks get graphs where nobody says: a card that has
 less of it is slower as well, and its host keeps up with it.
@@ -84,10 +86,15 @@ def with_chunk(config: EngineConfig, tokens: int) -> EngineConfig:
     """
     if config.prefill_chunk_tokens is not None:
         return config
-    slice_tokens = config.prefill_slice_tokens
+    slice_tokens, burst_tokens = config.prefill_slice_tokens, config.prefill_burst_tokens
     if slice_tokens is None and tokens > CHUNK_TOKENS:
         slice_tokens = CHUNK_TOKENS
-    chosen = {"prefill_chunk_tokens": tokens, "prefill_slice_tokens": slice_tokens}
+        burst_tokens = min(tokens, BURST_TOKENS) if burst_tokens is None else burst_tokens
+    chosen = {
+        "prefill_chunk_tokens": tokens,
+        "prefill_slice_tokens": slice_tokens,
+        "prefill_burst_tokens": burst_tokens,
+    }
     return config.model_copy(update=chosen)
 
 

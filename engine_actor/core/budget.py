@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+CROWD = 4
+"""Prompts that wait at once, from which on their first tokens outweigh the pace of any streams."""
 ROW_TILE = 64
 """Rows at which a product of many rows takes its next tile; larger tiles are multiples of it."""
 
@@ -35,6 +37,11 @@ def tokens_beside(budget: int, n_decoding: int) -> int:
         return budget
     rows = max(budget // ROW_TILE, n_decoding // ROW_TILE + 1) * ROW_TILE
     return rows - n_decoding
+
+
+def is_crowd(n_waiting: int, n_decoding: int) -> bool:
+    """True where the prompts that wait outnumber the streams that decode, or are CROWD."""
+    return n_waiting >= min(CROWD, n_decoding + 1)
 
 
 def layers_of_slice(slice_tokens: int, chunk_tokens: int, n_layers: int) -> int:

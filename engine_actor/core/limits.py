@@ -17,6 +17,7 @@ class SchedulerLimits:
     `prefill_chunk_tokens_while_decoding` the same while a stream decodes (None: no difference).
     `prefill_slice_tokens`: while a stream decodes, a chunk of more tokens goes through the layers
     in ranges, a step each, that take about as long as so many tokens through all `n_layers`.
+    `prefill_burst_tokens`: the same while a crowd of prompts waits (budget.is_crowd).
     `pipeline_depth`: steps that may be planned before an earlier one is committed, 0 or 1.
     """
 
@@ -30,6 +31,7 @@ class SchedulerLimits:
     pipeline_depth: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     prefill_slice_tokens: int | None = None
+    prefill_burst_tokens: int | None = None
     n_layers: int = 1
 
     def __post_init__(self) -> None:
@@ -41,6 +43,8 @@ class SchedulerLimits:
             )
         if self.prefill_slice_tokens is not None:
             require_positive("prefill_slice_tokens", self.prefill_slice_tokens)
+        if self.prefill_burst_tokens is not None:
+            require_positive("prefill_burst_tokens", self.prefill_burst_tokens)
         if self.priority_ageing_s <= 0:
             raise InvalidParam("priority_ageing_s", "must be above 0")
         if self.pipeline_depth not in (0, 1):

@@ -8,7 +8,13 @@ from __future__ import annotations
 import sys
 from itertools import groupby
 
-from engine_actor.core.budget import layers_of_slice, prefill_budget, share_tokens, tokens_beside
+from engine_actor.core.budget import (
+    is_crowd,
+    layers_of_slice,
+    prefill_budget,
+    share_tokens,
+    tokens_beside,
+)
 from engine_actor.core.draft import StepDraft, chunk_wanted
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.limits import SchedulerLimits
@@ -39,17 +45,23 @@ def plan_prefill(
         limits.prefill_chunk_tokens, limits.prefill_chunk_tokens_while_decoding, draft.n_decoding
     )
     landed = kv.copies.landed if draft.n_decoding else sys.maxsize
-    ready = _ready(roster, limits, now, landed)
+    waiting = _ready(roster, limits, now, landed)
+    ready = waiting[: limits.max_partial_prefills]
     if not ready:
         return SERIAL
     sharing = SERIAL
     if draft.n_decoding:
         sharing = policy.choose(_facts(draft, ready, budget))
-    ranged = _add_range(draft, roster, limits, block_tokens, ready, budget, sharing)
+    slice_tokens = limits.prefill_slice_tokens if draft.n_decoding else None
+    burst_tokens = limits.prefill_burst_tokens
+    if slice_tokens and burst_tokens and is_crowd(len(waiting), draft.n_decoding):
+        slice_tokens = max(slice_tokens, burst_tokens)
+        ready = _ending_within(ready, min(budget, slice_tokens)) or ready
+    ranged = _add_range(draft, roster, limits, block_tokens, ready, budget, slice_tokens, sharing)
     if ranged is not None:
         return ranged
-    if draft.n_decoding and limits.prefill_slice_tokens is not None:
-        budget = min(budget, limits.prefill_slice_tokens)
+    if slice_tokens is not None:
+        budget = min(budget, slice_tokens)
     if sharing.mode is OverlapMode.MIXED:
         budget = tokens_beside(budget, draft.n_decoding)
     for _, level in groupby(ready, key=lambda entry: entry[0]):
@@ -70,6 +82,7 @@ def _add_range(
     block_tokens: int,
     ready: list[Ready],
     budget: int,
+    slice_tokens: int | None,
     sharing: Sharing,
 ) -> Sharing | None:
     """Add the next layers of a chunk that is open, or the first ones of a long chunk beside decoded
@@ -77,7 +90,6 @@ def _add_range(
     leave another's layers half done.
     """
     n_layers = limits.n_layers
-    slice_tokens = limits.prefill_slice_tokens if draft.n_decoding else None
     seq = next((seq for seq in roster.running if seq.next_layer), None)
     if seq is not None:
         n_tokens = seq.range_end - seq.n_scheduled
@@ -110,7 +122,20 @@ def _ready(roster: Roster, limits: SchedulerLimits, now: float, landed: int) -> 
         and (seq.copy_ticket <= landed or seq.next_layer)
     ]
     ready.sort(key=lambda entry: entry[:2])
-    return [(level, seq) for level, _, seq in ready[: limits.max_partial_prefills]]
+    return [(level, seq) for level, _, seq in ready]
+
+
+def _ending_within(ready: list[Ready], budget: int) -> list[Ready]:
+    """Prompts in turn, for as long as all that is left of each fits into `budget` together: cut
+    into even shares none of them would end.
+    """
+    ending: list[Ready] = []
+    for level, seq in ready:
+        budget -= len(seq.tokens) - seq.n_scheduled
+        if budget < 0:
+            break
+        ending.append((level, seq))
+    return ending
 
 
 def _facts(draft: StepDraft, ready: list[Ready], budget: int) -> StepFacts:

@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 3, 7, 16, 64]),
         chunk_while_decoding=st.sampled_from([None, 2, 8]),
         slice_tokens=st.sampled_from([None, 1, 2, 5]),
+        burst_tokens=st.sampled_from([None, 4, 20]),
         max_num_seqs=st.sampled_from([1, 2, 3, 8]),
         prefix_cache=st.booleans(),
         host_slots=st.sampled_from([0, 0, 1, 3, 30]),

@@ -31,6 +31,7 @@ class SchedulerHarness:
         chunk: int = 64,
         chunk_while_decoding: int | None = None,
         slice_tokens: int | None = None,
+        burst_tokens: int | None = None,
         n_layers: int = 4,
         ageing_s: float = 5.0,
         max_model_len: int = 4096,
@@ -53,6 +54,7 @@ class SchedulerHarness:
             pipeline_depth=depth,
             eos_token_ids=frozenset({EOS}),
             prefill_slice_tokens=slice_tokens,
+            prefill_burst_tokens=burst_tokens,
             n_layers=n_layers,
         )
         self.scheduler = Scheduler(limits, self.kv, self.clock)

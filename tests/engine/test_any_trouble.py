@@ -98,6 +98,7 @@ def engine_of(draw: random.Random, runner: QueuedRunner, clock: ManualClock) -> 
         prefill_chunk_tokens=draw.choice((3, 12, 64)),
         max_partial_prefills=draw.choice((1, 3)),
         prefill_slice_tokens=draw.choice((None, 2, 5)),
+        prefill_burst_tokens=draw.choice((None, 9)),
         clock=clock,
         faults=(FaultRule(stage="prepare", request="nobody"),),
     )

@@ -181,7 +181,9 @@ def test_a_chosen_chunk_is_sliced_beside_decodes() -> None:
     large, least = with_chunk(config, 8192), with_chunk(config, 256)
     assert (large.chunk_tokens, large.prefill_slice_tokens) == (8192, 256)
     assert (least.chunk_tokens, least.prefill_slice_tokens) == (256, None)
-    assert with_chunk(EngineConfig(prefill_slice_tokens=64), 2048).prefill_slice_tokens == 64
+    assert (large.prefill_burst_tokens, least.prefill_burst_tokens) == (2048, None)
+    smooth = with_chunk(EngineConfig(prefill_slice_tokens=64), 2048)
+    assert (smooth.prefill_slice_tokens, smooth.prefill_burst_tokens) == (64, None)
     asked = EngineConfig(prefill_chunk_tokens=512)
     assert with_chunk(asked, 8192) is asked
 
