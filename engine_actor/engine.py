@@ -85,7 +85,7 @@ class Engine:
         self._live: dict[Key, Sequence] = {}
         self._tombstones = Tombstones()
         self._events = EventLog()
-        self._recorder = Recorder(self.metrics)
+        self.recorder = Recorder(self.metrics)
         self._step_us = 0
         context = WorkContext(
             runner=runner,
@@ -107,10 +107,10 @@ class Engine:
 
     def submit(self, client: str, message: Submit) -> str | None:
         """Take in one request. None where it is accepted, else the code of the refusal."""
-        self._recorder.received()
+        self.recorder.received(self.clock.now())
         code = self._submit(client, message)
         if code is not None:
-            self._recorder.rejected(code)
+            self.recorder.rejected(code)
         return code
 
     def cancel(self, client: str, message: Cancel) -> None:
@@ -227,7 +227,7 @@ class Engine:
 
     def _commit(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
         self._step_us = int(seconds * 1e6)
-        self._recorder.step(plan, report, seconds)
+        self.recorder.step(plan, report, seconds)
         outcome = report.outcome
         before = {
             sample.key: (len(seq.tokens), seq.last_token_at)
@@ -257,7 +257,7 @@ class Engine:
             return
         extra = NO_EXTRA if sample.logprobs is None else Extra(logprobs=(sample.logprobs,))
         self._events.add(*sample.key, tokens, extra)
-        self._recorder.token(seq, last_token_at)
+        self.recorder.token(seq, last_token_at)
 
     def _finished(self, end: Finished, failure: Failure | None) -> None:
         blocks = (0, 0)
@@ -278,7 +278,7 @@ class Engine:
     ) -> None:
         del self._live[seq.key]
         self._events.end(seq, reason, code, stop_token, blocks)
-        self._recorder.ended(seq, reason, self.clock.now())
+        self.recorder.ended(seq, reason, self.clock.now())
 
     def _grounded(self, key: Key) -> None:
         """The device has no memory for blocks that the pool promised. Promise only what exists, and
@@ -295,5 +295,5 @@ class Engine:
 
     def _gauges(self) -> None:
         stats = self.scheduler.stats
-        self._recorder.gauges(stats, self.kv, self.facts.kv_block_bytes)
-        self._recorder.graphs(self.runner.graph_counts)
+        self.recorder.gauges(stats, self.kv, self.facts.kv_block_bytes)
+        self.recorder.graphs(self.runner.graph_counts)

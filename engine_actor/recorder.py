@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.metrics import Metrics
 from engine_actor.core.plan import StepOutcome, StepPlan
@@ -10,12 +12,17 @@ from engine_actor.core.sequence import FinishReason, Sequence
 from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.work.step import StepReport
 
+KEPT_ARRIVALS = 64
+
 
 class Recorder:
-    """Writes to one Metrics; only the engine's thread calls it."""
+    """Writes to one Metrics; only the engine's thread calls it. `arrivals`: when the last requests
+    came, seconds of the engine's clock, which is the machine's: a bench gives them to another.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
+        self.arrivals: deque[float] = deque(maxlen=KEPT_ARRIVALS)
 
     def step(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
         """One step that launched something. `seconds`: host work included."""
@@ -71,7 +78,8 @@ class Recorder:
         if seq.admitted_at is not None:
             metrics.observe("queue_seconds", seq.admitted_at - seq.arrived)
 
-    def received(self) -> None:
+    def received(self, now: float) -> None:
+        self.arrivals.append(now)
         self.metrics.add("requests_received_total")
 
     def rejected(self, code: str) -> None:

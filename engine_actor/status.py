@@ -166,4 +166,5 @@ def _queue(engine: Engine) -> dict[str, Any]:
         "max_queue": limits.max_queue,
         "prefill_chunk_tokens": limits.prefill_chunk_tokens,
         "max_partial_prefills": limits.max_partial_prefills,
+        "arrivals": list(engine.recorder.arrivals),
     }

@@ -6,11 +6,13 @@
 
 The engine in this process has the server's checkpoint and takes its settings from the server's
 status; both must fit on the device at once, so give the server a KV budget in MiB. In a repetition
-each path gets the same load in turn, the other idle: so many requests of one length, at once or
---gap-ms apart. `decode`: tokens between the last first token and the first end, when every stream
-decodes (0 and not judged where there is no such time); a client that hears several tokens at once
-counts them at that moment. `text`: all tokens over all time, prompts included. Exit code 1 where a
-share or the time added to the first token breaks a promise.
+each path gets the same load in turn, the others idle: so many requests of one length, at once or
+--gap-ms apart. `twin` is the bare engine given them at the instants at which the server's engine
+got its own (by the machine's monotonic clock): over HTTP a burst spreads, and what the engine makes
+of that is not HTTP's. `decode`: tokens between the last first token and the first end, when every
+stream decodes (0 and not judged where there is no such time); a client that hears several tokens at
+once counts them at that moment. `text`: all tokens over all time, prompts included. Exit code 1
+where a share or the time added to the first token breaks a promise.
 """
 
 from __future__ import annotations
@@ -30,15 +32,12 @@ from bench_paged_scheduler import numbers
 from cpu_peers import Prompts
 from engine_actor.engine import Engine
 from engine_runs import BenchError, EngineRun, Request, add_model_flags, engine_of, switches_of
-from results import make_record, make_row, percentile, write_record
+from results import make_record, write_record
+from serve_rate_rows import TWIN, Found, measured, rows_of, table, verdict
 from sse_client import StreamRecord, stream_completion
 
 LEAD_S = 0.05
 """From the order to the clients' processes to the moment in which all of them send."""
-LEAST_SHARE = 0.8
-MOST_TTFT_S = 0.005
-"""What the project allows Serve and HTTP to cost: of the engine's rate, and at the median."""
-RATES = ("decode_tokens_per_second", "text_tokens_per_second")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -118,44 +117,50 @@ class Clients:
         }
 
 
-def through_engine(run: EngineRun, streams: int, args: argparse.Namespace) -> list[StreamRecord]:
-    """The same load, stepped to its end in this process. What comes while a step is being launched
-    has waited for it, as behind HTTP."""
-    start, requests = run.clock(), list[Request]()
-    while len(requests) < streams or run.engine.has_work:
-        while len(requests) < streams and run.clock() >= (
-            due := start + args.gap_ms / 1e3 * len(requests)
-        ):
+def through_engine(
+    run: EngineRun, args: argparse.Namespace, sent: Sequence[float], came: Sequence[float] = ()
+) -> list[StreamRecord]:
+    """Requests of one length, stepped to their end in this process. sent: seconds from the start
+    at which the clients send; came: when the engine gets them, left out where that is the same.
+    What comes while a step is being launched has waited for it, as behind HTTP."""
+    start, requests, due = run.clock(), list[Request](), came or sent
+    while len(requests) < len(due) or run.engine.has_work:
+        while len(requests) < len(due) and run.clock() >= start + due[len(requests)]:
+            at = start + sent[len(requests)]
             requests.append(run.submit(args.prompt, args.out))
-            requests[-1].sent = due if args.gap_ms else requests[-1].sent
+            requests[-1].sent = at
         if run.engine.has_work:
             run.step()
     run.requests.clear()
     return [StreamRecord(r.sent, list(r.times), len(r.tokens), r.prompt_tokens) for r in requests]
 
 
-def measured(records: Sequence[StreamRecord]) -> dict[str, float]:
-    """The two rates in tokens/s, the median time to the first token in s, tokens of one event."""
-    first = max(record.event_times[0] for record in records)
-    last = min(record.event_times[-1] for record in records)
-    inside = 0.0
-    for record in records:
-        events = sum(first < at <= last for at in record.event_times)
-        inside += record.tokens * events / len(record.event_times)
-    sent = min(record.sent for record in records)
-    ended = max(record.event_times[-1] for record in records)
-    tokens = sum(record.tokens for record in records)
-    return {
-        "decode_tokens_per_second": inside / (last - first) if last > first else 0.0,
-        "text_tokens_per_second": tokens / (ended - sent),
-        "ttft": percentile([record.event_times[0] - record.sent for record in records], 0.5),
-        "tokens_per_event": tokens / sum(len(record.event_times) for record in records),
-    }
+class Twin:
+    """The bare engine, given requests when the server's engine got those of the last burst over
+    HTTP. What HTTP adds to it is its ways in and out; the rest is the order of arrival."""
+
+    def __init__(self, run: EngineRun, clients: Clients, args: argparse.Namespace) -> None:
+        self._run, self._clients, self._args = run, clients, args
+        self._sent: list[float] = []
+        self._came: list[float] = []
+
+    def http(self, streams: int) -> list[StreamRecord]:
+        """Over HTTP, kept in mind. Raises BenchError where the server got other requests too."""
+        records = self._clients(streams)
+        start = min(record.sent for record in records)
+        status: dict[str, Any] = fetch_json(f"{self._args.url.rstrip('/')}/v1/status")
+        came = sorted(at - start for at in status["queue"]["arrivals"] if at >= start)
+        if len(came) != streams:
+            raise BenchError(f"the server's engine got {len(came)} requests, not {streams}")
+        self._sent, self._came = sorted(record.sent - start for record in records), came
+        return records
+
+    def __call__(self, streams: int) -> list[StreamRecord]:
+        """The same in this process."""
+        return through_engine(self._run, self._args, self._sent, self._came)
 
 
 Send = Callable[[int], list[StreamRecord]]
-Found = dict[tuple[int, str], list[dict[str, float]]]
-"""(streams, path) -> what each repetition gave."""
 
 
 def measure(paths: dict[str, Send], args: argparse.Namespace) -> Found:
@@ -169,67 +174,6 @@ def measure(paths: dict[str, Send], args: argparse.Namespace) -> Found:
                     found.setdefault((streams, name), []).append(values)
         print(f"[{turn + 1}/{args.warmup + args.repeats}]", file=sys.stderr, flush=True)
     return found
-
-
-UNITS = {
-    "decode_tokens_per_second": "tokens/s",
-    "text_tokens_per_second": "tokens/s",
-    "ttft": "s",
-    "tokens_per_event": "tokens",
-}
-
-
-def rows_of(found: Found, warmup: int) -> list[dict[str, Any]]:
-    """Both paths, then what lies between them inside each repetition."""
-    rows = [
-        make_row({"streams": streams, "path": path}, name, unit, [v[name] for v in values], warmup)
-        for (streams, path), values in found.items()
-        for name, unit in UNITS.items()
-    ]
-    for streams in dict.fromkeys(streams for streams, _ in found):
-        pairs = list(zip(found[streams, "engine"], found[streams, "http"], strict=True))
-        case = {"streams": streams, "path": "http / engine"}
-        for name in RATES:
-            shares = [engine[name] and http[name] / engine[name] for engine, http in pairs]
-            kind = name.partition("_")[0]
-            rows.append(make_row(case, f"{kind}_share", "share", shares, warmup))
-        added = [http["ttft"] - engine["ttft"] for engine, http in pairs]
-        case = {"streams": streams, "path": "http - engine"}
-        rows.append(make_row(case, "ttft_added", "s", added, warmup))
-    return rows
-
-
-def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One line a number of streams and promise that is broken."""
-    lines = []
-    for row in rows:
-        where = f"{row['case']['streams']} streams"
-        if row["metric"] == "decode_share" and row["min"] and row["median"] < LEAST_SHARE:
-            lines.append(f"BROKEN {where}: {row['median']:.0%} of the engine's tokens/s")
-        if row["metric"] == "ttft_added" and row["median"] > MOST_TTFT_S:
-            lines.append(f"BROKEN {where}: the first token {1e3 * row['median']:.2f} ms later")
-    return lines
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a number of streams."""
-    cells: dict[int, dict[tuple[str, str], float]] = {}
-    for row in rows:
-        streams, path = row["case"]["streams"], row["case"]["path"]
-        cells.setdefault(streams, {})[path, row["metric"]] = row["median"]
-    lines = []
-    for streams, cell in cells.items():
-        line = f"{streams:3d} streams:"
-        for name in RATES:
-            kind = name.partition("_")[0]
-            engine, http = cell["engine", name], cell["http", name]
-            line += f" {kind} {http:8.0f} of {engine:8.0f} tokens/s"
-            line += f" ({cell['http / engine', f'{kind}_share']:.0%}) "
-        ttft = [1e3 * cell[path, "ttft"] for path in ("engine", "http")]
-        line += f" TTFT {ttft[0]:.2f} -> {ttft[1]:.2f} ms"
-        line += f" (+{1e3 * cell['http - engine', 'ttft_added']:.2f})"
-        lines.append(line + f"  {cell['http', 'tokens_per_event']:.2f} tokens an event")
-    return "\n".join(lines)
 
 
 def wait_for_server(args: argparse.Namespace) -> dict[str, Any]:
@@ -281,9 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         clients.model = status["model"]["name"]
         clients.prompts = Prompts(engine.facts.vocab_size, seed=1)
         run = EngineRun(engine)
+        twin, gap = Twin(run, clients, args), args.gap_ms / 1e3
         paths: dict[str, Send] = {
-            "engine": lambda streams: through_engine(run, streams, args),
-            "http": clients,
+            "engine": lambda streams: through_engine(run, args, [gap * i for i in range(streams)]),
+            "http": twin.http,
+            TWIN: twin,
         }
         rows = rows_of(measure(paths, args), args.warmup)
     finally:

@@ -30,11 +30,12 @@ from urllib.parse import urlsplit
 
 from bench_http import fetch_json
 from bench_paged_scheduler import numbers
-from bench_serve_rate import Clients, measured, wait_for_server
+from bench_serve_rate import Clients, wait_for_server
 from cpu_peers import Prompts
 from engine_runs import BenchError
 from results import make_record, make_row, percentile, write_record
 from serve_app.launch.processes import listener, session_leader, session_members
+from serve_rate_rows import measured
 from sse_client import StreamRecord
 
 POLL_S = 0.02

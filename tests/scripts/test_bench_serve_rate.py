@@ -6,21 +6,20 @@ import itertools
 
 import pytest
 
+import bench_serve_rate
 from bench_serve_rate import (
+    Twin,
     build_parser,
     engine_like,
     measure,
-    measured,
     require_same_settings,
-    rows_of,
-    table,
     through_engine,
-    verdict,
 )
 from engine_actor.loop import Heartbeat
 from engine_actor.status import engine_status
 from engine_runs import BenchError, EngineRun, engine_of
 from results import make_record, validate
+from serve_rate_rows import TWIN, measured, rows_of, table, verdict
 from sse_client import StreamRecord
 
 ARGS = build_parser().parse_args(
@@ -39,7 +38,7 @@ def test_the_decode_rate_is_of_the_time_in_which_all_decode():
     # After 2 and up to 5: three of each.
     assert found["decode_tokens_per_second"] == 2.0
     assert found["text_tokens_per_second"] == pytest.approx(10 / 6)
-    assert found["ttft"] == 1.5
+    assert (found["ttft"], found["ttft_mean"], found["longest_gap"]) == (1.5, 1.5, 1.0)
     assert found["tokens_per_event"] == 1.0
 
 
@@ -108,14 +107,50 @@ def test_the_engine_has_the_servers_settings():
 
 
 def test_requests_that_come_one_after_another():
-    """Each waits from the moment it was due, whatever the engine was doing then."""
-    flags = ["--gap-ms", "20", "--prompt", "8", "--out", "4", "--set", "kv.budget_mb=1"]
-    args = build_parser().parse_args([*TINY, *flags])
-    records = through_engine(EngineRun(engine_of(args)), 3, args)
+    """Each waits from the moment it was sent, whatever the engine was doing then."""
+    args = build_parser().parse_args([*TINY, *SHORT])
+    run = EngineRun(engine_of(args))
+    records = through_engine(run, args, [0.0, 0.02, 0.04])
     gaps = [b.sent - a.sent for a, b in itertools.pairwise(records)]
     assert gaps == pytest.approx([0.02, 0.02])
     assert [record.tokens for record in records] == [4, 4, 4]
     assert all(record.event_times[0] > record.sent for record in records)
+    late = through_engine(run, args, [0.0, 0.001], [0.01, 0.05])
+    assert late[1].sent - late[0].sent == pytest.approx(0.001)
+    assert late[1].event_times[0] - late[0].sent > 0.05
+
+
+SHORT = ["--prompt", "8", "--out", "4", "--set", "kv.budget_mb=1"]
+
+
+def test_the_twin_gets_its_requests_when_the_server_did(monkeypatch):
+    args = build_parser().parse_args([*TINY, *SHORT])
+    answers = {"queue": {"arrivals": [4.0, 5.03, 5.01]}}
+    monkeypatch.setattr(bench_serve_rate, "fetch_json", lambda url: answers)
+    sent = [stream(5.001, 6.0), stream(5.0, 6.5)]
+    twin = Twin(EngineRun(engine_of(args)), lambda streams: sent, args)
+    assert twin.http(2) is sent
+    first, second = twin(2)
+    assert second.sent - first.sent == pytest.approx(0.001)
+    assert first.event_times[0] - first.sent > 0.01
+    assert second.event_times[0] - first.sent > 0.03
+    answers["queue"]["arrivals"].append(5.5)
+    with pytest.raises(BenchError, match="got 3 requests, not 2"):
+        twin.http(2)
+
+
+def test_what_http_adds_to_the_twin_is_told_and_not_judged():
+    made, _ = paths(1.0, 0.004)
+    made[TWIN] = lambda n: [stream(0.0, 0.99, 2.0) for _ in range(n)]
+    made["engine"] = lambda n: [stream(0.0, 1.003, 2.0) for _ in range(n)]
+    rows = rows_of(measure(made, ARGS), ARGS.warmup)
+    over = {r["case"]["path"]: r["median"] for r in rows if r["metric"] == "ttft_added"}
+    assert over == pytest.approx({"http - engine": 0.001, "http - twin": 0.014})
+    assert "over its twin +14.00" in table(rows)
+    late = [
+        dict(row, median=0.006) if row["case"]["path"] == "http - twin" else row for row in rows
+    ]
+    assert verdict(late) == verdict(rows)
 
 
 def test_a_time_in_which_not_all_decode_is_not_judged():
