@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,15 +66,18 @@ def environment_overrides(variables: Mapping[str, str] | None = None) -> dict[st
     """The settings named in the environment as a nested dict.
 
     Only names whose first part is a section of AppArgs count, so DEEPINFER_CACHE_DIR is none.
+    Raises ConfigError where one name sets a part of what another sets to a plain value.
     """
     nested: dict[str, Any] = {}
     for name, text in sorted((os.environ if variables is None else variables).items()):
         section, *keys = name.removeprefix(PREFIX).lower().split("__")
         if not name.startswith(PREFIX) or section not in SECTIONS or not keys:
             continue
-        place = nested.setdefault(section, {})
-        for key in keys[:-1]:
+        place = nested
+        for key in (section, *keys[:-1]):
             place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{name}: {key} is set to {place!r}, which has no parts")
         place[keys[-1]] = _value(text)
     return nested
 
@@ -93,28 +97,42 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def app_args(
     values: Mapping[str, Any] | AppArgs, variables: Mapping[str, str] | None = None
 ) -> AppArgs:
-    """AppArgs of `values` under the environment's overrides. Raises ConfigError."""
+    """AppArgs of `values` under the environment's overrides. Raises ConfigError, also where
+    `values` are none by name.
+    """
     from pydantic import ValidationError
 
     from configs.schema import AppArgs
 
-    given = values.model_dump() if isinstance(values, AppArgs) else dict(values)
+    given = values.model_dump() if isinstance(values, AppArgs) else values
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"args: must hold settings by name (got {given!r})")
     try:
         return AppArgs.model_validate(merged(given, environment_overrides(variables)))
     except ValidationError as error:
         raise ConfigError(one_line(error)) from None
 
 
-def read_serve_config(path: Path) -> dict[str, Any]:
-    """A Serve configuration file as a dict. Raises ConfigError."""
+def read_yaml(path: Path) -> Any:
+    """What a YAML file holds. Raises ConfigError, one line, whatever is wrong with it."""
     import yaml
 
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+        why = error.strerror or str(error)
+    except UnicodeDecodeError:
+        why = "is not UTF-8 text"
+    except RecursionError:
+        why = "is nested too deeply"
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that there never was
+        why = " ".join(str(error).split())
+    raise ConfigError(f"{path}: {why}")
+
+
+def read_serve_config(path: Path) -> dict[str, Any]:
+    """A Serve configuration file as a dict. Raises ConfigError."""
+    document = read_yaml(path)
     if not isinstance(document, dict) or not document.get("applications"):
         raise ConfigError(f"{path}: not a Serve configuration (no `applications`)")
     return document
@@ -122,10 +140,17 @@ def read_serve_config(path: Path) -> dict[str, Any]:
 
 def application(document: Mapping[str, Any]) -> dict[str, Any]:
     """Our application in a Serve configuration. Raises ConfigError."""
-    for candidate in document["applications"]:
-        if candidate.get("name", APP_NAME) == APP_NAME:
+    listed = document["applications"]
+    for candidate in listed if isinstance(listed, list) else ():
+        if isinstance(candidate, dict) and candidate.get("name", APP_NAME) == APP_NAME:
             return dict(candidate)
     raise ConfigError(f"no application is named {APP_NAME!r}")
+
+
+_shown = reprlib.Repr()
+"""A value as it stands in a message: a YAML alias can stand for millions."""
+_shown.maxstring = _shown.maxother = 200
+_shown.maxlevel = 2
 
 
 def one_line(error: ValidationError) -> str:
@@ -133,7 +158,7 @@ def one_line(error: ValidationError) -> str:
     parts = []
     for problem in error.errors(include_url=False):
         place = ".".join(str(part) for part in problem["loc"]) or "args"
-        parts.append(f"{place}: {problem['msg']} (got {problem['input']!r})")
+        parts.append(f"{place}: {problem['msg']} (got {_shown.repr(problem['input'])})")
     return "; ".join(parts)
 
 
@@ -141,5 +166,5 @@ def _value(text: str) -> Any:
     """JSON where it is JSON (numbers, true, lists), else the text itself."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

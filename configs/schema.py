@@ -5,7 +5,7 @@ Pure pydantic; reads no file and no environment (see load.py).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,7 +17,9 @@ class _Strict(BaseModel):
 class ModelSource(_Strict):
     """Which weights to serve."""
 
-    path: str = Field("demo", description="demo, a checkpoint folder, or a Hugging Face Hub id")
+    path: str = Field(
+        "demo", min_length=1, description="demo, a checkpoint folder, or a Hugging Face Hub id"
+    )
     revision: str | None = Field(None, description="Hub revision; ignored for a folder")
     served_name: str | None = Field(None, description="name in /v1/models; default: made from path")
     max_model_len: int | None = Field(
@@ -32,7 +34,7 @@ class KVConfig(_Strict):
     dtype: Literal["auto", "fp32", "fp16", "bf16", "int8"] = Field(
         "auto", description="auto: the compute dtype; int8: a scale per token and head, GPU only"
     )
-    budget_mb: int | Literal["auto"] = Field(
+    budget_mb: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="most memory the KV pool may take, MiB"
     )
     prefix_cache: bool = Field(True, description="share full blocks of equal prefixes")
@@ -52,9 +54,11 @@ class FaultRule(_Strict):
     min_rows: int | None = Field(
         None, ge=1, description="hit any work with at least this many rows"
     )
-    times: int | Literal["always"] = 1
+    times: Annotated[int, Field(ge=1)] | Literal["always"] = 1
 
 
+MOST_THREADS = 4096
+"""More than any machine has; torch fails on a number that no C int holds."""
 CHUNK_TOKENS = 256
 """Of a CPU, and the least that is chosen for a GPU."""
 
@@ -70,7 +74,10 @@ class EngineConfig(_Strict):
         "fast", description="exact: fp32, batch-invariant; the same tokens in any batch"
     )
     cpu_threads: int | None = Field(
-        None, ge=1, description="torch threads; default: physical cores less one"
+        None,
+        ge=1,
+        le=MOST_THREADS,
+        description="torch threads; default: physical cores less one",
     )
     dense_prefill_copy: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -23,15 +23,8 @@ from engine_actor.load.footprint import (
     weight_bytes,
     with_small_embedding,
 )
-from engine_actor.model.card_plan import (
-    Card,
-    CardPlan,
-    Part,
-    Request,
-    Settings,
-    allowance,
-    plan_card,
-)
+from engine_actor.model.card_fit import plan_card
+from engine_actor.model.card_plan import Card, CardPlan, Part, Request, Settings, allowance
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.host_blocks import host_slots
 from engine_actor.model.kv_store import array_block_bytes, kv_bytes_per_block

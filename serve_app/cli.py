@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Any
 
 from serve_app import __version__
@@ -18,6 +19,9 @@ from serve_app.cli_options import add_model_options, args_of
 from serve_app.cli_plan import add_plan, plan
 from serve_app.cli_quantize import add_eval, add_quantize, evaluate, quantize
 from serve_app.cli_tune import add_tune, tune
+
+READER_GONE = 141
+"""Exit code of a program that the signal of a closed pipe has ended."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -60,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from configs.load import ConfigError
 
     options = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, TextIOWrapper):  # a text may hold what the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")
     commands = {
         "serve": _serve,
         "generate": _generate,
@@ -72,11 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     run = commands[options.command]
     try:
-        return run(options)
+        code = run(options)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _failed(error)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output has seen enough, as `head` does
+        sys.stdout = None  # or its last flush would fail as well
+        return READER_GONE
     except Exception as error:
         if _is_ours(error):
             return _failed(error)

@@ -10,7 +10,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from configs.load import ConfigError, app_args, application, environment_overrides, merged
+from configs.load import (
+    ConfigError,
+    app_args,
+    application,
+    environment_overrides,
+    merged,
+    read_yaml,
+)
 from configs.schema import AppArgs
 
 # flag, place in the configuration, and how the flag is read
@@ -102,27 +109,31 @@ def _flag_values(options: argparse.Namespace) -> dict[str, Any]:
 
 def _file_values(options: argparse.Namespace) -> dict[str, Any]:
     """Settings of --config or --preset, {} without either."""
-    if options.preset:
-        text = (files("configs") / "presets" / f"{options.preset}.yaml").read_text("utf-8")
-        return _settings(options.preset, text)
-    if options.config:
-        try:
-            text = options.config.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{options.config}: {error.strerror or error}") from None
-        return _settings(str(options.config), text)
-    return {}
-
-
-def _settings(name: str, text: str) -> dict[str, Any]:
     import yaml
 
-    try:
-        document = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from None
+    if options.preset:
+        text = (files("configs") / "presets" / f"{options.preset}.yaml").read_text("utf-8")
+        return _settings(options.preset, yaml.safe_load(text))
+    return _settings(str(options.config), read_yaml(options.config)) if options.config else {}
+
+
+def _settings(name: str, document: Any) -> dict[str, Any]:
+    if isinstance(document, dict) and "applications" in document:
+        document = application(document).get("args")
+    if document is None:
+        return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{name}: must hold settings by name")
-    if "applications" in document:
-        return dict(application(document).get("args") or {})
     return document
+
+
+def require_range(least: int, most: int | None, **values: int | None) -> None:
+    """Raise ConfigError naming the first flag whose value is out of range; None was not given."""
+    for name, value in values.items():
+        if value is None:
+            continue
+        flag = f"--{name.replace('_', '-')} {value}"
+        if value < least:
+            raise ConfigError(f"{flag}: must be at least {least}")
+        if most is not None and value > most:
+            raise ConfigError(f"{flag}: must be at most {most}")

@@ -7,11 +7,13 @@ import json
 import sys
 from typing import Any
 
-from serve_app.cli_options import add_model_options, args_of
+from serve_app.cli_options import add_model_options, args_of, require_range
 
 DOES_NOT_FIT = 1
 NO_CARD = 2
 """Exit codes: refused; neither a GPU here nor a card given."""
+MOST_MB = 1 << 40
+"""So many MiB no card will have."""
 
 
 def add_plan(commands: Any) -> None:
@@ -37,6 +39,8 @@ def plan(options: argparse.Namespace) -> int:
     from engine_actor.load.source import resolve
 
     args = args_of(options)
+    require_range(1, MOST_MB, card_mb=options.card_mb)
+    require_range(1, None, sm=options.sm)
     if options.card_mb is None and not capabilities.usable_gpus():
         print("error: torch finds no GPU here; name a card by --card-mb", file=sys.stderr)
         return NO_CARD

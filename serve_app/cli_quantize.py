@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from configs.schema import MOST_THREADS
+from serve_app.cli_options import require_range
+
 RECIPES = ("w4", "w3", "mixed", "auto")
 
 
@@ -70,14 +73,12 @@ def quantize(options: argparse.Namespace) -> int:
     """Run the conversion; lines on stdout, the bar on stderr."""
     from safetensors import SafetensorError
 
-    from configs.load import ConfigError, cache_dir
+    from configs.load import cache_dir
     from engine_actor.quant import command
 
-    for flag, value in (("--group", options.group), ("--threads", options.threads)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} {value}: must be at least 1")
-    if options.tune_steps is not None and options.tune_steps < 0:
-        raise ConfigError(f"--tune-steps {options.tune_steps}: must be at least 0")
+    require_range(1, None, group=options.group)
+    require_range(1, MOST_THREADS, threads=options.threads)
+    require_range(0, None, tune_steps=options.tune_steps)
     chosen = command.QuantizeOptions(
         source=options.source,
         target=options.target,
@@ -107,11 +108,10 @@ def quantize(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Measure a model; lines or JSON on stdout."""
-    from configs.load import ConfigError, cache_dir
+    from configs.load import cache_dir
     from engine_actor.quant import command
 
-    if options.threads is not None and options.threads < 1:
-        raise ConfigError(f"--threads {options.threads}: must be at least 1")
+    require_range(1, MOST_THREADS, threads=options.threads)
     lines, document = command.evaluate(
         options.model, options.source, options.text, options.device, options.threads, cache_dir()
     )

@@ -56,20 +56,33 @@ def verify(args: AppArgs, progress: Progress = silent) -> Verified:
 
 
 def with_port(document: dict[str, Any], port: int | None) -> tuple[dict[str, Any], int]:
-    """The Serve configuration with this HTTP port, and the port it then has."""
-    options = dict(document.get("http_options") or {})
+    """The Serve configuration with this HTTP port, and the port it then has. Raises ConfigError."""
+    options = _part(document, "http_options")
     if port is not None:
         options["port"] = port
-    return {**document, "http_options": options}, int(options.get("port", DEFAULT_PORT))
+    found = options.get("port", DEFAULT_PORT)
+    if type(found) is not int:
+        raise ConfigError(f"http_options.port: must be a number (got {found!r})")
+    return {**document, "http_options": options}, found
 
 
 def without_haproxy(document: dict[str, Any]) -> dict[str, Any]:
-    """The same configuration over Ray's own Python proxy, for machines without HAProxy."""
-    options = dict(document.get("controller_options") or {})
-    runtime = dict(options.get("runtime_env") or {})
-    variables = {k: v for k, v in (runtime.get("env_vars") or {}).items() if k != HA_PROXY}
+    """The same configuration over Ray's own Python proxy, for machines without HAProxy. Raises
+    ConfigError.
+    """
+    options = _part(document, "controller_options")
+    runtime = _part(options, "runtime_env")
+    variables = {k: v for k, v in _part(runtime, "env_vars").items() if k != HA_PROXY}
     options["runtime_env"] = {**runtime, "env_vars": variables}
     return {**document, "controller_options": options}
+
+
+def _part(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """A copy of a part that may be left out."""
+    found = document.get(name) or {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}: must hold settings by name (got {found!r})")
+    return dict(found)
 
 
 def has_haproxy() -> bool:

@@ -24,7 +24,7 @@ def one_line(text: str) -> str:
 
 def refusal(where: str | Path, why: str) -> CheckpointError:
     """The error to raise: `where` is a path (its last part is shown), a key or a tensor."""
-    name = where.name if isinstance(where, Path) else where
+    name = (where.name or str(where)) if isinstance(where, Path) else where
     return CheckpointError(one_line(f"{name}: {why}"))
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from configs.load import ConfigError
 from configs.schema import AppArgs
-from serve_app.cli import build_parser, main, request_of
+from serve_app.cli import READER_GONE, build_parser, main, request_of
 from serve_app.cli_options import args_of, preset_names
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch):
     """No DEEPINFER_ setting of the machine reaches a test."""
-    import os
-
     for name in [name for name in os.environ if name.startswith("DEEPINFER_")]:
         monkeypatch.delenv(name)
 
@@ -84,6 +86,52 @@ def test_a_bad_file_is_one_line_that_names_the_key(tmp_path, text, words):
     with pytest.raises(ConfigError, match=words) as caught:
         _args("--config", str(file))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"\xff", "is not UTF-8 text"),
+        (b"[" * 5000, "is nested too deeply"),
+        (b"applications: x", "no application"),
+        (b"applications: [{args: 5}]", "must hold settings by name"),
+        (b"applications: [{args: []}]", "must hold settings by name"),
+    ],
+)
+def test_a_file_that_is_no_settings_is_one_line(tmp_path, capsys, raw, words):
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(raw)
+    assert main(["doctor", "--config", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["plan", "--card-mb", "0"], "--card-mb 0: must be at least 1"),
+        (["plan", "--card-mb", str(10**20)], "--card-mb 1" + "0" * 20 + ": must be at most"),
+        (["plan", "--card-mb", "4096", "--sm", "-1"], "--sm -1: must be at least 1"),
+        (["eval", "demo", "--threads", str(10**12)], "must be at most 4096"),
+        (["quantize", "demo", "x", "--threads", "0"], "--threads 0: must be at least 1"),
+        (["quantize", "demo", "x", "--tune-steps", "-1"], "--tune-steps -1: must be at least 0"),
+    ],
+)
+def test_numbers_out_of_range_are_one_line(capsys, flags, words):
+    assert main(flags) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    code = "import sys; from serve_app.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "doctor"]
+    found = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (found.returncode, found.stderr) == (READER_GONE, b"")
 
 
 def test_a_missing_file_is_an_exit_code_and_one_line(tmp_path, capsys):

@@ -72,6 +72,16 @@ def test_a_refusal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
 
 
+def test_the_folder_itself_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", "."]) == 1
+    assert capsys.readouterr().err == (
+        "error: .: not a checkpoint: config.json is not in the folder\n"
+    )
+
+
 def test_check_reads_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_tiny(tmp_path, packed=True)
     assert main(["inspect", str(folder), "--check"]) == 0

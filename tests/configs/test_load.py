@@ -117,3 +117,67 @@ def test_a_missing_file_is_named(tmp_path):
 def test_another_application_is_not_ours():
     with pytest.raises(ConfigError, match="default"):
         application({"applications": [{"name": "other"}]})
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"\xff\xfe", "is not UTF-8 text"),
+        (b"[" * 5000, "is nested too deeply"),
+        (b"a: 2020-13-45", "month must be in 1..12"),
+        (b"applications: x", "no application is named 'default'"),
+        (b"applications: [5, {name: other}]", "no application is named 'default'"),
+        (b"- a", "not a Serve configuration"),
+    ],
+)
+def test_whatever_a_file_holds_is_refused_in_one_line(tmp_path, raw, why):
+    path = tmp_path / "serve.yaml"
+    path.write_bytes(raw)
+    with pytest.raises(ConfigError, match=why) as caught:
+        application(read_serve_config(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_that_are_no_settings():
+    for values in (5, ["a"], "model"):
+        with pytest.raises(ConfigError, match=r"^args: must hold settings by name"):
+            app_args(values, {})
+
+
+def test_a_name_that_sets_a_part_of_a_plain_value_is_refused():
+    variables = {"DEEPINFER_ENGINE__KV": "5", "DEEPINFER_ENGINE__KV__BUDGET_MB": "3"}
+    with pytest.raises(ConfigError, match=r"^DEEPINFER_ENGINE__KV__BUDGET_MB: kv is set to 5"):
+        environment_overrides(variables)
+    variables["DEEPINFER_ENGINE__KV"] = '{"block_tokens": 8}'
+    assert environment_overrides(variables) == {
+        "engine": {"kv": {"block_tokens": 8, "budget_mb": 3}}
+    }
+
+
+def test_a_value_that_json_cannot_hold_is_text():
+    assert environment_overrides({"DEEPINFER_MODEL__PATH": "[" * 5000}) == {
+        "model": {"path": "[" * 5000}
+    }
+
+
+def test_a_value_in_a_message_is_short():
+    wide: object = ["x"] * 9
+    for _ in range(40):
+        wide = [wide] * 9
+    with pytest.raises(ConfigError) as caught:
+        app_args({"engine": {"max_num_seqs": wide}}, {})
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": {"path": ""}},
+        {"engine": {"cpu_threads": 10**12}},
+        {"engine": {"kv": {"budget_mb": -5}}},
+        {"engine": {"faults": [{"stage": "launch", "times": 0}]}},
+    ],
+)
+def test_values_that_nothing_could_be_made_of(values):
+    with pytest.raises(ConfigError):
+        app_args(values, {})

@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine_actor.model.card_fit import LEAST_CONTEXT, plan_card
 from engine_actor.model.card_plan import (
     LATER_BYTES,
-    LEAST_CONTEXT,
     Card,
     CardPlan,
     Part,
     Request,
     Settings,
     allowance,
-    plan_card,
 )
 from engine_actor.model.ledger import MIB
 
@@ -195,6 +194,14 @@ def test_a_context_that_nobody_asked_for_is_cut_to_what_fits() -> None:
 def test_a_model_that_is_too_large_to_load_is_refused() -> None:
     plan = planned(LATER_BYTES + 136 * MIB, 120 * MIB, loading=40 * MIB)
     assert plan.refusal == "loading takes 160 MiB, there are 136 MiB for it"
+    assert plan.instead == ()
+
+
+@pytest.mark.parametrize("more", [{}, {"limit": 100 * MIB}])
+def test_a_card_that_the_reserve_fills_is_refused_by_that(more: dict[str, int]) -> None:
+    plan = planned(200 * MIB if not more else 10_000 * MIB, MIB, reserve=384 * MIB, **more)
+    of = "100 MiB" if more else "200 MiB"
+    assert plan.refusal == f"what is left alone takes all of {of}"
     assert plan.instead == ()
 
 

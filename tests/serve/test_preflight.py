@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.load import read_serve_config
+from configs.load import ConfigError, read_serve_config
 from serve_app import preflight
 from serve_app.preflight import main, with_port, without_haproxy
 
@@ -75,6 +75,20 @@ def test_without_haproxy_only_its_switch_goes(shipped):
 
 def test_the_default_port_is_8000():
     assert with_port({}, None) == ({"http_options": {}}, 8000)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"http_options": 5},
+        {"http_options": {"port": "http"}},
+        {"controller_options": [1]},
+        {"controller_options": {"runtime_env": "x"}},
+    ],
+)
+def test_parts_of_a_configuration_that_are_none_are_one_line(shipped, options):
+    with pytest.raises(ConfigError, match="must"):
+        without_haproxy(with_port({**shipped, **options}, None)[0])
 
 
 @pytest.mark.parametrize(
