@@ -1,5 +1,5 @@
-"""The memory of one GPU, planned before anything is loaded: what is asked, and the plan that answers;
-`card_fit` finds it.
+"""The memory of one GPU, planned before anything is loaded: what is asked, and the plan that
+answers. `card_fit` finds it.
 
 Pure arithmetic on bytes: knows neither torch's allocator nor a checkpoint. `parts` of a request
 answers what the parts take under given settings, so that other settings can be tried.
