@@ -7,7 +7,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +86,14 @@ def pytest_collection_finish() -> None:
     What is imported and collected stays, millions of objects: out of the garbage collector's sight
     with them, or each collection, which some tests ask for by the hundred, takes half a second.
     """
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+    _use_one_thread()
     gc.collect()
     gc.freeze()
+
+
+def _use_one_thread() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -126,6 +130,16 @@ def _fixed_seeds() -> None:
         numpy.random.seed(0)
     if torch is not None:
         torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """One thread for torch before and behind each test: an engine takes more for its process, and
+    fixed threads are part of every claim that two results are equal bit for bit.
+    """
+    _use_one_thread()
+    yield
+    _use_one_thread()
 
 
 @pytest.fixture

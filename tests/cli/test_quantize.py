@@ -19,14 +19,6 @@ from serve_app.cli import main
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on in the sun. " * 80
 
 
-@pytest.fixture(autouse=True)
-def _same_threads():
-    """--threads sets torch's own number."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def source(tmp_path) -> Path:
     """A tiny checkpoint and a text of some rows beside it."""

@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 from engine_actor.engine import Engine
 from engine_actor.load.tiny import write_tiny
@@ -27,7 +26,6 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    torch.set_num_threads(1)
     return load(write_tiny(tmp_path_factory.mktemp("ahead"), "qwen2", seed=9, packed=True), "exact")
 
 

@@ -7,7 +7,7 @@ cold and warm, and a forced preemption. All combinations are in test_numerics_ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -34,15 +34,6 @@ TEXTS = (
     "wheel, the further each turn carried the rider. The chain changed everything, because",
 )
 EXCUSED_AT_MOST = 0.01
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are many times slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

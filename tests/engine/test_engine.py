@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -289,11 +288,3 @@ def test_times_of_a_request_are_counted_once() -> None:
     assert "e2e_latency_seconds_sum 2\n" in text
     assert engine.metrics.value("requests_finished_total", "length") == 1
     assert engine.metrics.value("generation_tokens_total") == 5
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

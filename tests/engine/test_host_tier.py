@@ -8,7 +8,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 from engine_actor.engine import Engine
 from engine_actor.load.tiny import write_tiny
@@ -186,7 +185,6 @@ def test_status_says_what_the_host_keeps() -> None:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    torch.set_num_threads(1)
     return load(write_tiny(tmp_path_factory.mktemp("tier"), "llama", seed=4, packed=True), "exact")
 
 

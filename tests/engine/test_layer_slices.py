@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from configs.schema import FaultRule
 from engine_actor.load.tiny import write_tiny
@@ -17,15 +15,6 @@ from tests.engine.real_engine import Loaded, load, texts
 
 SLICED = {"prefill_chunk_tokens": 16, "prefill_slice_tokens": 4, "prefix_cache": False}
 LONG = tuple(range(40))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are many times slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("mode", ["serial", "mixed"])

@@ -7,7 +7,7 @@ combinations, in test_demo_exact.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,15 +26,6 @@ from tests.hub_reference import hub_model
 N = 64
 SHARED = list(range(3, 103))
 PROMPTS = [[50, 60, 70], SHARED[:40], [*SHARED, 7, 8, 9], [*SHARED[:80], 201, 202]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are many times slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])

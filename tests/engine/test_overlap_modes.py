@@ -7,11 +7,9 @@ run in tests/engine_gpu/test_overlap_modes.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from configs.schema import FaultRule
 from engine_actor.core.plan import OverlapMode
@@ -92,15 +90,6 @@ def test_the_switch_wins_over_the_mode() -> None:
     assert status["overlap_mode_effective"] == "serial"
     reason = "switched off (enable_prefill_decode_overlap: false)"
     assert status["prefill_decode_overlap_reason"] == reason
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are many times slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ logits lie far enough apart for equality tests (decisions on numbers: ten bounds
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from tests.hub_reference import hub_model
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 BLOCKS = tuple(range(16))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _ids(count: int) -> list[int]:

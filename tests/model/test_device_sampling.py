@@ -151,7 +151,6 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(Room, "made", [])
     monkeypatch.setattr(Room, "most", 10**9)
-    torch.set_num_threads(1)
 
 
 def _sampling(width: int) -> DeviceSampling:

@@ -21,11 +21,6 @@ from engine_actor.model.truncation import cutoffs
 _LIMIT = {1: 15.14, 2: 18.42, 3: 21.11, 4: 23.51, 9: 33.72, 15: 44.26}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 _sampling = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 1.7]),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,15 +10,6 @@ from engine_actor.load.tiny import write_tiny
 from engine_actor.quant.convert import Job
 from engine_actor.quant.recipe import Method, fixed_recipe
 from engine_actor.quant.texts import TokenRows
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are many times slower than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def token_rows(count: int, length: int, seed: int) -> TokenRows:

@@ -16,14 +16,6 @@ from engine_actor.ops import dequantise
 from results import validate
 
 
-@pytest.fixture(autouse=True)
-def _same_threads():
-    """--threads sets torch's own number."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("text", ["w4", "w4:x", "w4:64:best", "auto"])
 def test_what_is_no_case_is_refused(text):
     with pytest.raises(ValueError, match="is not RECIPE:GROUP"):

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from configs.schema import FaultRule
 from engine_actor.load.tiny import write_tiny
@@ -39,7 +38,6 @@ Answer = tuple[list[Any], dict[str, int]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Tokenizer]:
-    torch.set_num_threads(1)
     folder: Path = write_tiny(tmp_path_factory.mktemp("tiny"))
     return load(folder, "exact"), Tokenizer.from_folder(folder)
 
