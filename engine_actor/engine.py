@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 
 from configs.schema import EngineConfig
 from engine_actor.core.clock import Clock, MonotonicClock
@@ -27,7 +26,7 @@ from engine_actor.errors import (
     Unavailable,
 )
 from engine_actor.events import NO_EXTRA, EventLog, StepEvents
-from engine_actor.facts import EngineFacts, kv_books, pipeline_depth, scheduler_limits, wanted_mode
+from engine_actor.facts import EngineFacts, new_kv, pipeline_depth, scheduler_limits, wanted_mode
 from engine_actor.faults import FaultPlan
 from engine_actor.messages import Cancel, Evict, Extra, Flag, Limit, Load, Submit
 from engine_actor.model.runner_protocol import Runner
@@ -38,10 +37,10 @@ from engine_actor.recorder import Recorder
 from engine_actor.work.base import WorkContext, no_fault
 from engine_actor.work.elastic import ElasticKV
 from engine_actor.work.host_copies import Copies, make_copies
-from engine_actor.work.isolate import Isolation, release_cached_memory
+from engine_actor.work.isolate import Isolation
 from engine_actor.work.sharing import share_device
 from engine_actor.work.step import StepReport, StepRunner
-from engine_actor.work.streams import Pair, SerialPair
+from engine_actor.work.streams import Pair
 
 LOGGER = logging.getLogger(__name__)
 CANCELLED = "cancelled"
@@ -68,7 +67,7 @@ class Engine:
         self.clock = clock or MonotonicClock()
         self.metrics = metrics or Metrics()
         self.draining = False
-        self.kv = kv_books(config, facts)
+        self.kv = new_kv(config, facts)
         self.copies = copies or make_copies(runner, facts.kv_host_blocks)
         depth = pipeline_depth(config, runner.device.type) if depth is None else depth
         self.scheduler = Scheduler(
@@ -87,23 +86,25 @@ class Engine:
         self._events = EventLog()
         self.recorder = Recorder(self.metrics)
         self._step_us = 0
-        context = WorkContext(
-            runner=runner,
-            sampler=sampler,
-            block_tokens=config.kv.block_tokens,
-            eos_token_ids=frozenset(facts.eos_token_ids),
-            request=self._live.get,
-            cover=self.elastic.cover,
-            hook=self.faults.hit if self.faults else no_fault,
-            feed=make_feed(runner.device, depth, config.max_num_seqs),
-        )
-        serial = self.pair if isinstance(self.pair, SerialPair) else SerialPair(runner.device)
-        isolation = Isolation(self.pair, serial, partial(release_cached_memory, runner.device))
-        self._steps = StepRunner(context, isolation, self.scheduler.victim, lambda: self.kv.n_free)
+        self._steps = self._step_runner(sampler, depth)
         self._pipeline = Pipeline(
             self._steps, self.scheduler, self._live.get, self._commit, depth, self.copies
         )
         self._gauges()
+
+    def _step_runner(self, sampler: Sampler, depth: int) -> StepRunner:
+        context = WorkContext(
+            runner=self.runner,
+            sampler=sampler,
+            block_tokens=self.config.kv.block_tokens,
+            eos_token_ids=frozenset(self.facts.eos_token_ids),
+            request=self._live.get,
+            cover=self.elastic.cover,
+            hook=self.faults.hit if self.faults else no_fault,
+            feed=make_feed(self.runner.device, depth, self.config.max_num_seqs),
+        )
+        isolation = Isolation.on(self.runner.device, self.pair)
+        return StepRunner(context, isolation, self.scheduler.victim, lambda: self.kv.n_free)
 
     def submit(self, client: str, message: Submit) -> str | None:
         """Take in one request. None where it is accepted, else the code of the refusal."""
@@ -168,7 +169,7 @@ class Engine:
         """Plan and launch one step, commit those that end. Raises FatalDeviceError where the device
         is lost; whatever else it raises is a bug of ours, and as fatal."""
         started = time.perf_counter()
-        self._pool.look()
+        self._pool.refresh()
         plan = self.scheduler.plan(self.policy)
         for refused in plan.refused:
             blocks = (refused.blocks_needed, refused.blocks_free)

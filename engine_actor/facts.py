@@ -47,8 +47,8 @@ def pipeline_depth(config: EngineConfig, device_type: str) -> int:
     return config.pipeline_depth if config.async_steps and device_type == "cuda" else 0
 
 
-def kv_books(config: EngineConfig, facts: EngineFacts) -> KVManager:
-    """The books of the KV pool."""
+def new_kv(config: EngineConfig, facts: EngineFacts) -> KVManager:
+    """An empty pool of the blocks that the memory plan allows."""
     kv = config.kv
     return KVManager(facts.kv_blocks, kv.block_tokens, kv.prefix_cache, facts.kv_host_blocks)
 

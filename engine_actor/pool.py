@@ -30,8 +30,8 @@ class Pool:
         self._copies = copies
         self._is_cut = False
 
-    def look(self) -> None:
-        """Tell the books what the device has and has done, before a step is planned."""
+    def refresh(self) -> None:
+        """Tell the KV manager what the device has and has done, before a step is planned."""
         self._kv.in_memory = self._elastic.n_blocks
         self._kv.copies.landed = self._copies.landed
 

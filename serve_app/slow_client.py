@@ -29,7 +29,7 @@ class BoundedSend:
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> BoundedSend:
-        self._look_again()
+        self._check_later()
         return self
 
     def __exit__(
@@ -53,13 +53,13 @@ class BoundedSend:
         finally:
             self._since = None
 
-    def _look_again(self) -> None:
-        self._timer = self._loop.call_later(self._limit_s / 4, self._look)
+    def _check_later(self) -> None:
+        self._timer = self._loop.call_later(self._limit_s / 4, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         since = self._since
         if since is None or self._loop.time() - since < self._limit_s:
-            self._look_again()
+            self._check_later()
         elif self._task is not None:
             self._overdue = True
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""The invariants of the KV books: pool, prefix cache, host tier and the sequences that have blocks.
+"""The invariants of the KV manager: pool, prefix cache, host tier, the sequences that have blocks.
 
 Changes nothing; for tests and drills.
 """

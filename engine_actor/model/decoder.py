@@ -138,59 +138,84 @@ class Decoder:
         return self._carried[rows]
 
 
+class _LayerParts:
+    """One layer's weights by short name, made ready. q|k|v and gate|up come fused or apart."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        op_set: ops.OpSet,
+        linears: dict[str, ops.Linear],
+        norms: dict[str, torch.Tensor],
+    ) -> None:
+        self._config = config
+        self._op_set = op_set
+        self._linears = linears
+        self._norms = norms
+
+    def norm(self, name: str) -> ops.RowFn:
+        return self._op_set.rows.norm(self._norms[name], self._config.rms_eps)
+
+    def add_norm(self, name: str) -> ops.AddNormFn:
+        return self._op_set.rows.add_norm(self._norms[name], self._config.rms_eps)
+
+    def attention(self) -> Attention:
+        projected, o = self._projection("qkv", ("q", "k", "v")), self._linears["o"]
+        if not self._config.qk_norm:
+            return Attention(self._config, self._op_set.attention, projected, o)
+        return Attention(
+            self._config,
+            self._op_set.attention,
+            projected,
+            o,
+            self.norm("q_norm"),
+            self.norm("k_norm"),
+            ops.HeadNorms(self._norms["q_norm"], self._norms["k_norm"], self._config.rms_eps),
+        )
+
+    def gated(self) -> Projection:
+        gate_up = self._projection("gate_up", ("gate", "up"))
+        if "gate_up" in self._linears and self._linears["gate_up"].gated:
+            return gate_up
+        silu_mul = self._op_set.rows.silu_mul
+        return lambda x: silu_mul(gate_up(x))
+
+    def carried(
+        self, attention: Attention, add_mlp_norm: ops.AddNormFn, gated: Projection
+    ) -> CarriedLayer:
+        return CarriedLayer(
+            self._norms["attn_norm"].float().contiguous(),
+            self._norms["mlp_norm"].float().contiguous(),
+            self._config.rms_eps,
+            self._linears.get("qkv"),
+            attention,
+            self._linears["o"],
+            add_mlp_norm,
+            gated,
+            self._linears.get("gate_up"),
+            self._linears["down"],
+        )
+
+    def _projection(self, fused: str, parts: tuple[str, ...]) -> Projection:
+        names = (fused,) if fused in self._linears else parts
+        return side_by_side([self._linears[name] for name in names])
+
+
 def build_layer(
     config: ModelConfig,
     op_set: ops.OpSet,
     linears: dict[str, ops.Linear],
     norms: dict[str, torch.Tensor],
 ) -> DecoderLayer:
-    """One layer from its weights by short name. q|k|v and gate|up come fused or apart.
-
-    Raises KeyError naming what is missing.
-    """
-
-    def projection(fused: str, parts: tuple[str, ...]) -> Projection:
-        names = (fused,) if fused in linears else parts
-        return side_by_side([linears[name] for name in names])
-
-    def gated() -> Projection:
-        gate_up, silu_mul = projection("gate_up", ("gate", "up")), op_set.rows.silu_mul
-        if "gate_up" in linears and linears["gate_up"].gated:
-            return gate_up
-        return lambda x: silu_mul(gate_up(x))
-
-    def norm(name: str) -> ops.RowFn:
-        return op_set.rows.norm(norms[name], config.rms_eps)
-
-    def add_norm(name: str) -> ops.AddNormFn:
-        return op_set.rows.add_norm(norms[name], config.rms_eps)
-
-    attention = Attention(
-        config,
-        op_set.attention,
-        projection("qkv", ("q", "k", "v")),
-        linears["o"],
-        norm("q_norm") if config.qk_norm else None,
-        norm("k_norm") if config.qk_norm else None,
-        ops.HeadNorms(norms["q_norm"], norms["k_norm"], config.rms_eps) if config.qk_norm else None,
-    )
+    """One layer from its weights by short name. Raises KeyError naming what is missing."""
+    parts = _LayerParts(config, op_set, linears, norms)
+    attention, add_mlp_norm, gated = parts.attention(), parts.add_norm("mlp_norm"), parts.gated()
     return DecoderLayer(
-        norm("attn_norm"),
-        add_norm("attn_norm"),
+        parts.norm("attn_norm"),
+        parts.add_norm("attn_norm"),
         attention,
-        add_norm("mlp_norm"),
-        gated(),
+        add_mlp_norm,
+        gated,
         linears["down"],
-        CarriedLayer(
-            norms["attn_norm"].float().contiguous(),
-            norms["mlp_norm"].float().contiguous(),
-            config.rms_eps,
-            linears.get("qkv"),
-            attention,
-            linears["o"],
-            add_norm("mlp_norm"),
-            gated(),
-            linears.get("gate_up"),
-            linears["down"],
-        ),
+        parts.carried(attention, add_mlp_norm, gated),
     )

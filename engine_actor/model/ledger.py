@@ -1,4 +1,4 @@
-"""The books of one card: what torch holds, what is mapped beside it, and the cap on both.
+"""The memory ledger of one card: what torch holds, what is mapped beside it, and the cap on both.
 
 torch counts its own allocations only, and the KV pool's memory is not among them. With a cap the
 two are held together: whoever grows first leaves less to the other. The CUDA context, loaded
@@ -75,7 +75,7 @@ class CardLedger:
         return self._allocator.reserved() + self.mapped
 
     def before_mapping(self, size: int) -> None:
-        """Book `size` bytes. Raises torch.OutOfMemoryError where they are not there even once torch
+        """Add `size` bytes. Raises torch.OutOfMemoryError where they are not there even once torch
         has given back what it keeps for later.
         """
         if size > self.free():
@@ -90,7 +90,7 @@ class CardLedger:
         self._tell_torch()
 
     def after_unmapping(self, size: int) -> None:
-        """Take `size` bytes off the books."""
+        """Take `size` bytes off it."""
         self.mapped -= size
         self._tell_torch()
 

@@ -80,7 +80,21 @@ class _Parts:
             cut = ops.DenseLinear(linear.weight[: self.vocab_size], bias)
         return ops.prepare_linear(cut, self.precision.head)
 
-    def layers(self, op_set: ops.OpSet) -> list[DecoderLayer]:
+    def whole(self, op_set: ops.OpSet) -> tuple[Embedding, Decoder, ops.Linear]:
+        """Embedding, decoder and head. Raises CheckpointError naming a weight that never came."""
+        layers = self._layers(op_set)
+        if self.embedding is None:
+            raise CheckpointError("embed is missing")
+        if self.norm is None:
+            raise CheckpointError("norm is missing")
+        if self.head is None:
+            raise CheckpointError("head is missing")
+        norm = op_set.rows.norm(self.norm, self.config.rms_eps)
+        add_norm = op_set.rows.add_norm(self.norm, self.config.rms_eps)
+        decoder = Decoder(layers, norm, add_norm, self.precision.residual_dtype)
+        return self.embedding, decoder, self.head
+
+    def _layers(self, op_set: ops.OpSet) -> list[DecoderLayer]:
         """All layers. Raises CheckpointError naming the first weight that never came."""
         built = []
         for index, (linears, norms) in enumerate(zip(self.linears, self.norms, strict=True)):
@@ -125,29 +139,13 @@ def build_runner(
         for name, weight in weights.items() if isinstance(weights, Mapping) else weights:
             parts.take(name, weight)
     op_set = _op_set(config, precision, block_tokens)
-    layers = parts.layers(op_set)
-    if parts.norm is None or parts.embedding is None or parts.head is None:
-        absent = [n for n in ("norm", "head") if getattr(parts, n) is None]
-        raise CheckpointError(f"{(['embed'] if parts.embedding is None else absent)[0]} is missing")
+    embedding, decoder, head = parts.whole(op_set)
     _set_crossover(parts.linears)
     native = _native_forward(parts, block_tokens)
-    settle_allocator(precision.device)
-    norm = op_set.rows.norm(parts.norm, config.rms_eps)
-    add_norm = op_set.rows.add_norm(parts.norm, config.rms_eps)
-    decoder = Decoder(layers, norm, add_norm, precision.residual_dtype)
     device = precision.device
+    settle_allocator(device)
     kv = KVStore(config, precision.kv_dtype, block_tokens, device, pool_maker(device))
-    return ModelRunner(
-        config,
-        parts.embedding,
-        decoder,
-        parts.head,
-        op_set,
-        kv,
-        precision.device,
-        vocab_size,
-        native,
-    )
+    return ModelRunner(config, embedding, decoder, head, op_set, kv, device, vocab_size, native)
 
 
 def _native_forward(parts: _Parts, block_tokens: int) -> NativeForward | str:

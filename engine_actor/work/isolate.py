@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -91,6 +92,14 @@ class Isolation:
         self._pair = pair
         self._serial = serial
         self._reclaim = reclaim
+
+    @classmethod
+    def on(cls, device: torch.device, pair: Pair) -> Isolation:
+        """For a pair on a device: retries run one after the other, with what torch keeps of freed
+        memory given back first.
+        """
+        serial = pair if isinstance(pair, SerialPair) else SerialPair(device)
+        return cls(pair, serial, partial(release_cached_memory, device))
 
     def launch(
         self, decode: Work | None, prefill: Work | None, sharing: Sharing | None = None

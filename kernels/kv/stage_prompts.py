@@ -102,6 +102,21 @@ class StagedPrompts:
             self.tables.view(-1)[: SEQUENCES * width].view(SEQUENCES, width),
         )
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them, in the order in which the kernel takes them."""
+        return (
+            self.ids,
+            self.slots,
+            self.cos,
+            self.sin,
+            self.key_slots,
+            self.q_starts,
+            self.k_starts,
+            self.last_rows,
+            self.lengths,
+            self.tables,
+        )
+
 
 def stage_prompts(
     to: StagedPrompts,
@@ -136,16 +151,7 @@ def stage_prompts(
         slots,
         tables,
         *rotary,
-        to.ids,
-        to.slots,
-        to.cos,
-        to.sin,
-        to.key_slots,
-        to.q_starts,
-        to.k_starts,
-        to.last_rows,
-        to.lengths,
-        to.tables,
+        *to.tensors(),
         tables.shape[0],
         tables.shape[1],
         rows,

@@ -1,7 +1,7 @@
 """Random traffic against the scheduler: any arrivals, cancels, evictions, limits and faults.
 
-After every step the books agree and every KV cell read is right; at the end each request has ended
-once, with the text of its solo run, and all blocks are back.
+After every step the KV manager's invariants hold and every KV cell read is right; at the end each
+request has ended once, with the text of its solo run, and all blocks are back.
 """
 
 from __future__ import annotations
