@@ -72,7 +72,7 @@ from kernels.linear.strip import refuse_strips, strip_bytes  # noqa: E402
 from kernels.linear.strip_few import StripFew  # noqa: E402
 from kernels.linear.tune import Shape as LinearShape  # noqa: E402
 from kernels.linear.tune import tune_this_card  # noqa: E402
-from kernels.linear.weights import moved  # noqa: E402
+from kernels.linear.weights import DENSE_SCRATCH_BYTES, moved  # noqa: E402
 from kernels.native.layers import MOST_ROWS as NATIVE_MOST_ROWS  # noqa: E402
 from kernels.native.layers import (  # noqa: E402
     NativeLayers,
@@ -109,6 +109,7 @@ __all__ = [
     "COMPILED_SECONDS",
     "CPU_HALF",
     "DENSE",
+    "DENSE_SCRATCH_BYTES",
     "NATIVE_MOST_ROWS",
     "STRIP_SCRATCH_BYTES",
     "AddNormFn",

@@ -120,7 +120,7 @@ def _plan(
             int8_kv=kv_dtype == torch.int8,
         ),
         parts=partial(_parts, weights, shape, held),
-        loading=weights.loading,
+        loading=weights.loading + held,
         pool_bytes=partial(_pool_bytes, model, kv_dtype, config.kv.block_tokens, card),
         block_tokens=config.kv.block_tokens,
         budget=None if config.kv.budget_mb == "auto" else config.kv.budget_mb * MIB,

@@ -124,7 +124,8 @@ def _forms(
 
 
 def _exact(entry: Entry, piece: _Piece, item_bytes: int) -> tuple[int, int]:
-    return 4 * piece.rows * piece.columns, _stored(entry, piece) + 4 * piece.rows * piece.columns
+    scratch = ops.DENSE_SCRATCH_BYTES if entry.bits else 0
+    return 4 * piece.rows * piece.columns, _stored(entry, piece) + scratch
 
 
 def _linear(entry: Entry, piece: _Piece, item_bytes: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from kernels.pack.dense_linear import DenseLinear
-from kernels.pack.dequantise import dequantise
+from kernels.pack.dequantise import dequantise, slice_rows
 from kernels.pack.packed_linear import PackedLinear
 from kernels.spec.device import compute_capability
 from kernels.spec.op import OpKey
@@ -61,9 +61,25 @@ def _affine(packed: PackedLinear | None) -> str:
     return "zeros" if packed.zeros is not None else ""
 
 
+CODES_AT_ONCE = 1 << 22
+"""Made dense at a time: bounds the scratch."""
+DENSE_SCRATCH_BYTES = 16 * CODES_AT_ONCE
+"""Memory that dense_weight() needs beside a packed layer and what it becomes, at most."""
+
+
 def dense_weight(weights: Weights) -> torch.Tensor:
     """[N, K]: fp32 from packed codes, else the tensor as it is."""
-    return dequantise(weights) if isinstance(weights, PackedLinear) else weights.weight
+    if not isinstance(weights, PackedLinear):
+        return weights.weight
+    count, columns = weights.out_features, weights.in_features
+    step = max(1, CODES_AT_ONCE // columns)
+    if step >= count:
+        return dequantise(weights)
+    dense = torch.empty(count, columns, device=weights.qweight.device)
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        dense[first:last] = dequantise(slice_rows(weights, first, last))
+    return dense
 
 
 AnyWeights = TypeVar("AnyWeights", bound=PackedLinear | DenseLinear)

@@ -156,6 +156,18 @@ def test_nothing_is_loaded_where_the_plan_is_refused(monkeypatch: pytest.MonkeyP
     assert held == []
 
 
+def test_what_the_process_holds_already_is_there_while_it_loads() -> None:
+    found = random_checkpoint(SHAPES["3b"], CPU)
+
+    def refusal(limit: int, held: int) -> str:
+        few = {"max_num_seqs": 1, "prefill_chunk_tokens": 16, "memory_limit_mb": limit}
+        return str(plan_for(args_of(256, **few), found, LARGE_CARD, 86, held * MIB).refusal)
+
+    least = next(limit for limit in range(2000, 3000, 4) if "loading" not in refusal(limit, 0))
+    assert "loading takes" in refusal(least + 96, 100)
+    assert "loading takes" not in refusal(least + 104, 100)
+
+
 def test_no_context_is_promised_that_the_pool_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
     assert context_in(336, 16, 5376) == 5376
     assert context_in(400, 16, 5376) == 5376

@@ -13,7 +13,7 @@ from kernels.linear.dense import CpuHalf, Dense
 from kernels.linear.exact import TILE_ROWS, ExactTiles
 from kernels.linear.op import LINEAR, LinearPolicy, explain_linear, prepare_linear
 from kernels.linear.reference import Dequantise, linear_reference
-from kernels.linear.weights import Weights, linear_key
+from kernels.linear.weights import Weights, dense_weight, linear_key
 from kernels.pack.dense_linear import DenseLinear
 from kernels.pack.dequantise import dequantise
 from tests.kernels_cpu.layers import random_layer
@@ -47,6 +47,16 @@ BACKENDS = {
 def rows(m: int, k: int, seed: int = 1) -> torch.Tensor:
     """Activations."""
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("at_once", [1, 300, 1000])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_made_dense_in_parts_it_is_the_same(
+    layer: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.linear.weights.CODES_AT_ONCE", at_once)
+    weights = random_layer(**LAYERS[layer])
+    assert torch.equal(dense_weight(weights), dequantise(weights))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
