@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,8 +66,23 @@ class Streams(CudaStreams):
         return super().new_timer() if self._without is None else ClockTimer()
 
 
+LONGER = (1, 5, 25)
+"""Times DELAY until a wait that is left out shows."""
+
+
 def delay(times: int = 1) -> None:
     torch.cuda._sleep(times * DELAY)
+
+
+def shows(is_wrong: Callable[[], bool], patch: pytest.MonkeyPatch) -> bool:
+    """Whether something is wrong with delays as they are, or else with longer ones: a host that
+    others keep busy launches so slowly that what should come late comes in time all the same."""
+    for times in LONGER:
+        with patch.context() as inside:
+            inside.setattr("tests.engine_gpu.late_streams.DELAY", times * DELAY)
+            if is_wrong():
+                return True
+    return False
 
 
 def late_feed(feed: Feed, times: int) -> Feed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.real_engine import Loaded, texts
-from tests.engine_gpu.late_streams import N_TOKENS, PROMPTS, engine_of, played
+from tests.engine_gpu.late_streams import N_TOKENS, PROMPTS, engine_of, played, shows
 
 pytestmark = pytest.mark.gpu
 
@@ -62,4 +62,4 @@ def test_without_any_one_wait_the_tokens_are_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fences proved: what the test above shows would not hold without it."""
-    assert played(model, without, monkeypatch)[0] != right
+    assert shows(lambda: played(model, without, monkeypatch)[0] != right, monkeypatch)
