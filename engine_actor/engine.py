@@ -166,15 +166,16 @@ class Engine:
         return self.scheduler.has_work or bool(self._events)
 
     def step(self) -> StepEvents:
-        """Plan and launch one step, commit those that end. Raises FatalDeviceError where the device
-        is lost; whatever else it raises is a bug of ours, and as fatal."""
-        started = time.perf_counter()
-        self._pool.refresh()
-        plan = self.scheduler.plan(self.policy)
-        for refused in plan.refused:
-            blocks = (refused.blocks_needed, refused.blocks_free)
-            self._end(self._live[refused.key], refused.reason, refused.code, blocks=blocks)
-        self._pipeline.advance(plan, started)
+        """Plan and launch one step and commit those that end, or only look at one that is long.
+        Raises FatalDeviceError where the device is lost; what else it raises is a bug, as fatal."""
+        if not self._pipeline.holds():
+            started = time.perf_counter()
+            self._pool.refresh()
+            plan = self.scheduler.plan(self.policy)
+            for gone in plan.refused:
+                blocks = (gone.blocks_needed, gone.blocks_free)
+                self._end(self._live[gone.key], gone.reason, gone.code, blocks=blocks)
+            self._pipeline.advance(plan, started)
         self._gauges()
         return self.take_events()
 
@@ -191,9 +192,8 @@ class Engine:
     def load(self) -> Load:
         """How busy the engine is."""
         stats = self.scheduler.stats
-        return Load(
-            stats.running, stats.waiting, stats.free_blocks, stats.cached_blocks, self._step_us
-        )
+        free, cached = stats.free_blocks, stats.cached_blocks
+        return Load(stats.running, stats.waiting, free, cached, self._step_us)
 
     def abort_all(self, code: str) -> StepEvents:
         """End every request with an error: the device is lost."""

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from engine_actor.core.plan import StepPlan
+from engine_actor.core.prefill_plan import is_early
 from engine_actor.core.scheduler import Scheduler
 from engine_actor.core.sequence import Key, Sequence
 from engine_actor.model.penalties import reads_history
@@ -34,6 +35,10 @@ def make_feed(device: torch.device, depth: int, max_num_seqs: int) -> Feed:
         return Feed(tokens=tokens)
     return Feed(PinnedStaging(device, SerialPair(device).fence), tokens)
 
+
+LOOK_S = 0.0001
+MOST_LOOKS = 2000
+"""At a long step before the host just waits for it: a device that hangs must be seen to hang."""
 
 Commit = Callable[[StepPlan, StepReport, float], None]
 """Takes in a finished step; the float: seconds since the one before it, host work included."""
@@ -60,6 +65,7 @@ class Pipeline:
         self._open: deque[OpenStep] = deque()
         self._lost: list[OpenStep] = []
         self._mark = 0.0
+        self._looks = 0
 
     @property
     def n_open(self) -> int:
@@ -89,6 +95,24 @@ class Pipeline:
         alone = step.failed or any(chunk.prompt_logprobs is not None for chunk in plan.prefill)
         self._end_all_but(0 if alone else self.depth)
 
+    def holds(self) -> bool:
+        """True where nothing is to be planned now: the open step is long, and whoever comes before
+        it ends should be in the next one. Then it has been looked at, and is finished once the
+        device has done it. Raises FatalDeviceError where the device is lost.
+        """
+        limits, scheduler = self._scheduler.limits, self._scheduler
+        if not self._open or not is_early(
+            self._open[-1].plan, scheduler.running, scheduler.waiting, limits
+        ):
+            return False
+        if self._looks < MOST_LOOKS and not _is_done(self._open[-1]):
+            self._looks += 1
+            time.sleep(LOOK_S)
+            return True
+        self._looks = 0
+        self._end_all_but(0)
+        return True
+
     def drop(self) -> None:
         """No step is open any more: the device is lost. What they hold of it is kept, since letting
         it go may ask the device once more."""
@@ -111,3 +135,11 @@ class Pipeline:
                 if request is not None and reads_history(request.sampling):
                     return True
         return False
+
+
+def _is_done(step: OpenStep) -> bool:
+    """A device that cannot say so is lost, which finishing the step finds out."""
+    try:
+        return step.launched.done.query()
+    except RuntimeError:
+        return True

@@ -6,7 +6,7 @@ Knows sequences and limits; decides nothing about decoded rows, which are in the
 from __future__ import annotations
 
 import sys
-from itertools import groupby
+from itertools import chain, groupby
 
 from engine_actor.core.budget import (
     is_crowd,
@@ -19,8 +19,8 @@ from engine_actor.core.draft import StepDraft, chunk_wanted
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.limits import SchedulerLimits
 from engine_actor.core.overlap_policy import SERIAL, OverlapPolicy, Sharing, StepFacts
-from engine_actor.core.plan import LayerRange, OverlapMode
-from engine_actor.core.queue import aged_level
+from engine_actor.core.plan import LayerRange, OverlapMode, StepPlan
+from engine_actor.core.queue import RankedSequences, aged_level
 from engine_actor.core.roster import Roster
 from engine_actor.core.sequence import SeqState, Sequence
 
@@ -73,6 +73,25 @@ def plan_prefill(
                 roster.take_turn(seq)
                 budget -= n_tokens
     return sharing
+
+
+def is_early(
+    plan: StepPlan, running: RankedSequences, waiting: RankedSequences, limits: SchedulerLimits
+) -> bool:
+    """Whether a step behind the launched `plan` would be planned too early: that one takes whole
+    chunks of more than a slice, long enough for prompts to come that the next step could take, and
+    those that are here do not fill a burst.
+    """
+    slice_tokens, burst_tokens = limits.prefill_slice_tokens, limits.prefill_burst_tokens
+    rows = sum(chunk.end - chunk.start for chunk in plan.prefill if chunk.layers is None)
+    if slice_tokens is None or burst_tokens is None or rows <= slice_tokens:
+        return False
+    left = [
+        tokens
+        for seq in chain(waiting, running)
+        if seq.state is not SeqState.DECODE and (tokens := len(seq.tokens) - seq.n_scheduled)
+    ]
+    return len(left) < limits.max_partial_prefills and sum(left) < burst_tokens
 
 
 def _add_range(

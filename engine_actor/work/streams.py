@@ -40,11 +40,16 @@ class Fence(Protocol):
         """Let the host wait until the device has come to it."""
         ...
 
+    def query(self) -> bool: ...
+
 
 class NoFence:
     """On a CPU everything has run when its call returns."""
 
     def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,9 @@ class RecordedFence:
     def synchronize(self) -> None:
         self._log.append(f"host waits for {self._stream}")
 
+    def query(self) -> bool:
+        return True
+
 
 class RecordedStreams:
     """StreamApi whose streams are names."""
