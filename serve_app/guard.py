@@ -25,12 +25,14 @@ STATE = "deepinfer.request_id"
 
 class Guard:
     """Wraps the API. Every answer carries `x-request-id`, the caller's own where it sent one. A
-    HEAD is answered as the GET would be, without the body.
+    HEAD is answered as the GET would be, without the body. adds_id: False where the server around
+    puts that header in, which would then stand there twice.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, adds_id: bool = True) -> None:
         self._app = app
         self._metrics = metrics
+        self._adds_id = adds_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or whatever else the server says (lifespan)."""
@@ -49,7 +51,9 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if self._adds_id:
+                    headers = message.get("headers", ())
+                    message["headers"] = [*headers, (b"x-request-id", request_id)]
             elif is_head:
                 message = {**message, "body": b""}
             await send(message)

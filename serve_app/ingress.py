@@ -34,9 +34,10 @@ def build_api(
     http: HttpConfig | None = None,
     metrics: Metrics | None = None,
     run_link: bool = False,
+    adds_id: bool = True,
 ) -> FastAPI:
     """The whole API over one engine link, or several. With `run_link` they live as long as the app
-    does (ASGI lifespan), else the caller starts and stops them.
+    does (ASGI lifespan), else the caller starts and stops them. adds_id: as Guard's.
     """
     if isinstance(links, EngineLink):
         links = EngineLinks(links)
@@ -63,7 +64,7 @@ def build_api(
     app.openapi = lambda: openapi_page(app)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Guard, metrics=metrics)
+    app.add_middleware(Guard, metrics=metrics, adds_id=adds_id)
     return app
 
 

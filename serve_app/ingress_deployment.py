@@ -19,7 +19,7 @@ from ray import serve
 
 from configs import load
 from configs.schema import AppArgs
-from engine_actor.messages import Limit
+from engine_actor.messages import Limit, decode_messages, encode_messages
 from serve_app.client import EnginePort
 from serve_app.directory import EngineDirectory, engine_names
 from serve_app.engine_link import EngineLink
@@ -53,12 +53,16 @@ def max_live_sequences(args: AppArgs) -> int:
 
 
 def limit_of(user_config: dict[str, Any]) -> Limit:
-    """The live limits in Serve's `user_config`. Raises ValueError naming an unknown key."""
+    """The live limits in Serve's `user_config`. Raises ValueError naming a key that is unknown or
+    has no value for a limit: the engine, which is told in passing, would leave it out unheard.
+    """
     known = {item.name for item in fields(Limit)}
     unknown = sorted(set(user_config) - known)
     if unknown:
         raise ValueError(f"user_config: unknown {', '.join(unknown)}; known: {sorted(known)}")
-    return Limit(**user_config)
+    limit = Limit(**user_config)
+    decode_messages(encode_messages([limit]))
+    return limit
 
 
 # Not in .options() of ray 2.60: with less than 1.0 two replicas and one GPU block each other on a
@@ -98,7 +102,8 @@ class Ingress:
             max_sequences=max_live_sequences(self._args),
             meta=self._settings.meta,
         )
-        app = build_api(links, tokenizer, facts, self._args.http)
+        # Serve puts x-request-id into every answer, and into a request that came without one.
+        app = build_api(links, tokenizer, facts, self._args.http, adds_id=False)
         intake: Intake = app.state.intake
         self._face = PythonFace(intake)
         return app
@@ -132,7 +137,7 @@ class Ingress:
 
     async def limit(self, **limits: Any) -> None:
         """Change live limits until the next reconfigure: kv_fraction, max_num_seqs,
-        prefill_chunk_tokens. Raises ValueError for another name.
+        prefill_chunk_tokens. Raises ValueError for another name, or a value that is no limit.
         """
         self._limit = limit_of(limits)
         self._up.tell(self._limit)

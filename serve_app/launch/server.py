@@ -68,6 +68,7 @@ class Server:
     ) -> None:
         self._python = python
         self._plan = plan
+        self._base = f"http://{plan['host']}:{plan['port']}"
         self._root = root
         self._events: SimpleQueue[str] = SimpleQueue()  # its put may be called from a signal
         self._variables = server_environment(Path(python), settings, root, plan["port"])
@@ -183,7 +184,7 @@ class Server:
 
     def _await_ready(self) -> None:
         """Polls: readiness is a fact of the HTTP side, and only HTTP can tell."""
-        url = f"http://127.0.0.1:{self._plan['port']}/health/ready"
+        url = f"{self._base}/health/ready"
         while not self._is_over.wait(READY_POLL_S):
             # Patient: Serve holds the question until the first replica is there to answer it.
             if get_json(url, timeout=30) is not None:
@@ -202,7 +203,7 @@ class Server:
         threading.Thread(target=work, daemon=True).start()
 
     def _say_ready(self) -> None:
-        base = f"http://127.0.0.1:{self._plan['port']}"
+        base = self._base
         models = get_json(f"{base}/v1/models") or {"data": [{"id": self._plan["model"]}]}
         model = models["data"][0]["id"]
         seconds = time.monotonic() - self._started

@@ -241,6 +241,14 @@ def test_public_ids_carry_their_owner() -> None:
     assert text == "cmpl-ab12-ff-4"
     assert parse_public_id(text) == ("ab12", range(255, 259))
     assert parse_public_id("chat" + text) == ("ab12", range(255, 259))
-    for bad in ("", "cmpl-ab12-ff", "cmpl-ab12-ff-0", "cmpl-ab12-ff-ffffffff", "x-ab12-ff-4"):
+    for bad in (
+        None,
+        5,
+        "",
+        "cmpl-ab12-ff",
+        "cmpl-ab12-ff-0",
+        "cmpl-ab12-ff-ffffffff",
+        "x-ab12-ff-4",
+    ):
         assert parse_public_id(bad) is None
     assert parse_public_id("cmpl-a-ffffffff-2") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import random
 import time
 
@@ -45,6 +46,20 @@ async def cut_at_random(live: Live, index: int, draw: random.Random) -> str:
         await asyncio.sleep(draw.uniform(0.0, 0.05))  # somewhere on its way: that is the point
     await stream.cut()
     return state
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("HEAD", "/health")])
+@pytest.mark.parametrize("sent", [None, "mine-7"])
+def test_an_answer_names_its_request_once(live: Live, method: str, path: str, sent: str | None):
+    """F-39: Serve puts the header in as well, and clients join two into one text."""
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+    connection.request(method, path, headers={"x-request-id": sent} if sent else {})
+    response = connection.getresponse()
+    assert response.status == 200
+    assert (len(response.read()) > 0) == (method == "GET")
+    (found,) = response.headers.get_all("x-request-id")
+    assert found == sent if sent else len(found) > 8
+    connection.close()
 
 
 def test_two_hundred_cut_sockets_leave_nothing_and_hurt_nobody(live: Live):

@@ -71,7 +71,14 @@ class Parent:
         for name, text in (("serve", _SERVE), ("python", _PYTHON)):
             (folder / name).write_text(text.format(**facts))
             (folder / name).chmod(0o755)
-        plan = {"config": "x.yaml", "port": self.port, "drain_s": 5, "model": "m", "weights": "w"}
+        plan = {
+            "config": "x.yaml",
+            "host": "127.0.0.1",
+            "port": self.port,
+            "drain_s": 5,
+            "model": "m",
+            "weights": "w",
+        }
         script = _PARENT.format(
             root=str(root), python=str(folder / "python"), plan=json.dumps(plan)
         )
@@ -189,7 +196,14 @@ def test_a_port_that_does_not_exist_is_refused_in_one_line(port):
 
 def test_two_servers_that_start_at_once_do_not_share_a_port():
     """Before either listens: HAProxies would take the port together and deal requests out."""
-    plan = {"config": "x.yaml", "port": free_port(), "drain_s": 5, "model": "m", "weights": "w"}
+    plan = {
+        "config": "x.yaml",
+        "host": "127.0.0.1",
+        "port": free_port(),
+        "drain_s": 5,
+        "model": "m",
+        "weights": "w",
+    }
     with claimed(plan["port"]) as first, claimed(plan["port"]) as second:
         assert (first, second) == (True, False)
         with pytest.raises(SystemExit, match=rf"port {plan['port']}: another server is starting"):

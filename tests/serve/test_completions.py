@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from engine_actor.messages import Submit
+from serve_app.ingress import build_api
+from serve_app.intake import Facts
 from tests.serve.conftest import ApiMaker
 from tests.serve.doubles import PieceTokenizer
 from tests.serve.wire import chunks, joined
@@ -259,6 +262,21 @@ async def test_every_answer_has_ids(make_api: ApiMaker) -> None:
     for bad in ("a b", "é", "x" * 129):
         response = await api.client.get("/health", headers={"x-request-id": bad.encode()})
         assert response.headers["x-request-id"].startswith("req-")
+
+
+async def test_a_server_that_names_requests_itself_is_left_to_it(make_api: ApiMaker) -> None:
+    """Ray Serve puts the header into every answer: it would stand there twice."""
+    api = await make_api(TOKENIZER, saying("x"))
+    app = build_api(api.links, TOKENIZER, Facts(attach_wait_s=0), adds_id=False)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
+        sent = {"prompt": "a", "max_tokens": 1}
+        headers = {"x-request-id": "mine-2"}
+        response = await client.post("/v1/completions", json=sent, headers=headers)
+    assert response.status_code == 200
+    assert "x-request-id" not in response.headers
+    assert api.service.received[-1].trace_id == "mine-2"
 
 
 async def test_unknown_parameters_are_ignored_and_said(make_api: ApiMaker) -> None:

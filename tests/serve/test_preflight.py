@@ -44,6 +44,7 @@ def test_the_file_itself_is_run_where_nothing_is_changed(monkeypatch, config, ti
     assert main([str(config)]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "config": str(config),
+        "host": "127.0.0.1",
         "port": 8000,
         "drain_s": 60.0,
         "model": str(tiny),
@@ -71,6 +72,29 @@ def test_without_haproxy_only_its_switch_goes(shipped):
     assert without_haproxy({"applications": []})["controller_options"]["runtime_env"] == {
         "env_vars": {}
     }
+
+
+@pytest.mark.parametrize(
+    ("host", "in_url", "by_haproxy"),
+    [
+        ("0.0.0.0", "127.0.0.1", True),
+        ("localhost", "localhost", True),
+        ("192.0.2.7", "192.0.2.7", False),
+        ("::", "[::1]", False),
+    ],
+)
+def test_a_host_is_asked_where_it_listens(
+    monkeypatch, config, capsys, shipped, host, in_url, by_haproxy
+):
+    """HAProxy would look for the replica at 127.0.0.1 whatever the host."""
+    monkeypatch.setattr(preflight, "has_haproxy", lambda: True)
+    shipped["http_options"]["host"] = host
+    config.write_text(yaml.safe_dump(shipped))
+    assert main([str(config)]) == 0
+    start = json.loads(capsys.readouterr().out)
+    assert start["host"] == in_url
+    options = read_serve_config(Path(start["config"]))["controller_options"]["runtime_env"]
+    assert ("RAY_SERVE_ENABLE_HA_PROXY" in options["env_vars"]) == by_haproxy
 
 
 def test_the_default_port_is_8000():
