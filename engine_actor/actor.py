@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 
+SWITCH_S = 0.0005
+
 
 @ray.remote(  # type: ignore[call-overload]
     max_restarts=0,
@@ -27,6 +29,7 @@ class EngineActor:
     def __init__(self, name: str, app_args: dict[str, Any]) -> None:
         import asyncio
         import logging
+        import sys
         import time
 
         from engine_actor.build import build_service
@@ -37,6 +40,9 @@ class EngineActor:
         logging.basicConfig(format="%(levelname)s %(name)s -- %(message)s")
         log = logging.getLogger("engine_actor")
         log.setLevel(logging.INFO)
+        # The engine's thread lets go of the interpreter at every launch; whoever takes it then, to
+        # read a post, would keep it for 5 ms.
+        sys.setswitchinterval(SWITCH_S)
         begun = time.monotonic()
         self._name = name
         self._model = app_args["model"]["path"]

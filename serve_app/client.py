@@ -7,7 +7,7 @@ in this process (tests, the CLI's generate), a Ray port calls an actor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ class PortInterrupted(Exception):
 
 class EnginePort(Protocol):
     """One engine. Every method raises PortDied once the engine is gone. `carrier`: what posts and
-    events go over now, in words, for operators.
+    events go over now, in words, for operators. `post` may send at once, before it is awaited.
     """
 
     @property
@@ -35,7 +35,9 @@ class EnginePort(Protocol):
 
     async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]: ...
 
-    async def post(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> Reply: ...
+    def post(
+        self, client: str, seq: int, messages: list[tuple[Any, ...]]
+    ) -> Coroutine[Any, Any, Reply]: ...
 
     def events(
         self, client: str, epoch: int, from_seq: int, max_items: int = 5000

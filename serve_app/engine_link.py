@@ -128,8 +128,7 @@ class EngineLink:
             raise ApiError("unavailable")
         receiver = Receiver(self.reserve(count), capacity)
         self._demux.open(receiver)
-        for message in submits(receiver.rids.start):
-            self._mailbox.put(message)
+        self._mailbox.put(*submits(receiver.rids.start))
         return receiver
 
     def reserve(self, count: int) -> range:

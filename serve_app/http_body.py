@@ -13,18 +13,26 @@ from starlette.responses import Response
 
 from serve_app.protocol.bodies import LARGE, parse_object
 from serve_app.protocol.errors import ApiError
+from serve_app.turnstile import Turnstile
 
 T = TypeVar("T")
 _LARGE_BODIES = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
 """One at a time: each more would keep the event loop waiting for the interpreter as long again."""
 
 
-async def read_object(request: Request, max_bytes: int, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` makes of the JSON object of a request. A large body is looked at beside the
-    event loop, whose other clients would wait for it. Raises ApiError(413 or 400), and what `parse`
-    raises.
+async def read_object(
+    request: Request,
+    max_bytes: int,
+    parse: Callable[[dict[str, Any]], T],
+    turnstile: Turnstile | None = None,
+) -> T:
+    """What `parse` makes of the JSON object of a request, once it is its turn. A large body is
+    looked at beside the event loop, whose other clients would wait for it. Raises ApiError(413 or
+    400), and what `parse` raises.
     """
     raw = await _read(request, max_bytes)
+    if turnstile is not None:
+        await turnstile.enter()
     if len(raw) < LARGE:
         return parse(parse_object(raw))
     loop = asyncio.get_running_loop()

@@ -34,6 +34,7 @@ from serve_app.protocol.job import EncodedPrompt, GenerationJob
 from serve_app.protocol.models import ServedModel
 from serve_app.protocol.shapes import ChatShape, CompletionShape, Envelope, Shape
 from serve_app.text import TextTokenizer
+from serve_app.turnstile import Turnstile
 
 LONG_TEXT = 4096
 """Characters from which tokenising leaves the event loop; below, the thread costs more."""
@@ -93,6 +94,7 @@ class Intake:
         self.tokenizer = tokenizer
         self.http = http
         self.facts = facts
+        self.turnstile = Turnstile()
 
     def parse(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Wanted:
         """Check a body by itself; any thread may. Raises ApiError."""

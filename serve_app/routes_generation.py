@@ -21,7 +21,8 @@ def add_generation_routes(app: FastAPI, intake: Intake, metrics: Metrics) -> Non
     async def answer(request: Request, endpoint: Endpoint) -> GenerationResponse:
         timeout_s = timeout_from_header(request.headers.get("x-request-timeout"))
         max_bytes = intake.http.max_body_mb << 20
-        wanted = await read_object(request, max_bytes, partial(intake.parse, endpoint))
+        parse = partial(intake.parse, endpoint)
+        wanted = await read_object(request, max_bytes, parse, intake.turnstile)
         accepted = await intake.accept(wanted, timeout_s, request.scope.get(STATE, ""))
         warning = {"x-warnings": accepted.warning} if accepted.warning else {}
         return GenerationResponse(

@@ -8,8 +8,9 @@ Knows nothing of requests or text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine_actor.errors import EngineRestarted
@@ -50,6 +51,16 @@ class Owner(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Post:
+    """Messages that are on their way, or will be once the reply is awaited."""
+
+    seq: int
+    messages: list[Message]
+    encoded: list[tuple[Any, ...]]
+    reply: Coroutine[Any, Any, Reply]
+
+
 class Session:
     """Runs until the port dies or the session is lost."""
 
@@ -72,6 +83,7 @@ class Session:
         self._post_seqs = post_seqs
         self._beat_s = beat_s
         self._owner = owner
+        self._begun: Post | None = None
 
     async def run(self) -> None:
         """Never returns normally. Raises PortDied, SessionLost, or what the port raised."""
@@ -85,28 +97,38 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+            if self._begun is not None:
+                self._begun.reply.close()
         for task in done:
             task.result()
         raise SessionLost("a session loop ended")
 
     async def _post_forever(self) -> None:
         while True:
-            messages = await self._mailbox.take(self._beat_s)
-            seq = next(self._post_seqs)
-            _, rejected, load = await self._post(seq, messages or [Beat()])
+            post = await self._mailbox.take(self._beat_s, self._begin)
+            _, rejected, load = await self._reply(post)
             for rid, code in rejected:
                 self._demux.reject(rid, code)
-            self._demux.accept([item.rid for item in messages if isinstance(item, Submit)])
+            self._demux.accept([item.rid for item in post.messages if isinstance(item, Submit)])
             self._owner.heard(load)
 
-    async def _post(self, seq: int, messages: list[Message]) -> Reply:
+    def _begin(self, messages: list[Message]) -> Post:
+        """Called within whoever puts the first message, so what the port can do at once is done."""
+        seq, encoded = next(self._post_seqs), encode_messages(messages or [Beat()])
+        reply = self._port.post(self._client, seq, encoded)
+        self._begun = Post(seq, messages, encoded, reply)
+        return self._begun
+
+    async def _reply(self, post: Post) -> Reply:
         """One post, asked again with the same seq while it is unknown whether it arrived."""
-        encoded = encode_messages(messages)
+        self._begun = None
         for attempt in range(MAX_RETRIES):
             try:
-                return await self._port.post(self._client, seq, encoded)
+                return await post.reply
             except PortInterrupted:
                 await asyncio.sleep(RETRY_S * 2**attempt)
+                post.reply = self._port.post(self._client, post.seq, post.encoded)
+        post.reply.close()
         raise SessionLost("post was interrupted again and again")
 
     async def _read_forever(self) -> None:

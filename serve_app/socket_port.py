@@ -7,7 +7,7 @@ the socket fails: it knows whether the actor lives. Knows the socket's calls and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -30,6 +30,7 @@ class SocketPort:
         self._find = find
         self._address: SocketAddress | None = None
         self._posting: Connection | None = None
+        self._answering: Connection | None = None
 
     @property
     def carrier(self) -> str:
@@ -42,17 +43,38 @@ class SocketPort:
         self._address = await self._find()
         return facts
 
-    async def post(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> Reply:
-        """See EngineService.post. It runs once per seq, so asking again another way is safe."""
-        if self._address is not None:
-            try:
-                reply: Reply = await self._call(pack_frame(("post", client, seq, messages)))
-                return reply
-            except BROKEN:
-                self._address = None
-            except ValueError:
-                pass  # an integer that msgpack cannot carry; Ray can
-        return await self._port.post(client, seq, messages)
+    def post(
+        self, client: str, seq: int, messages: list[tuple[Any, ...]]
+    ) -> Coroutine[Any, Any, Reply]:
+        """See EngineService.post; what is connected is sent before this returns. It runs once per
+        seq, so asking again another way is safe."""
+        if self._address is None:
+            return self._port.post(client, seq, messages)
+        try:
+            call = pack_frame(("post", client, seq, messages))
+        except ValueError:  # an integer that msgpack cannot carry; Ray can
+            return self._port.post(client, seq, messages)
+        connection, self._posting = self._posting, None
+        self._answering = connection
+        if connection is not None:
+            connection[1].write(call)
+        return self._posted(connection, call, (client, seq, messages))
+
+    async def _posted(
+        self,
+        connection: Connection | None,
+        call: bytes,
+        post: tuple[str, int, list[tuple[Any, ...]]],
+    ) -> Reply:
+        try:
+            if connection is None:
+                connection = self._answering = await self._connect()
+                connection[1].write(call)
+            reply: Reply = await self._answer(connection)
+            return reply
+        except BROKEN:
+            self._address = None
+        return await self._port.post(*post)
 
     async def events(
         self, client: str, epoch: int, from_seq: int, max_items: int = 5000
@@ -85,18 +107,15 @@ class SocketPort:
 
     def close(self) -> None:
         """Drop the connection. Idempotent."""
-        if self._posting is not None:
-            self._posting[1].close()
-            self._posting = None
+        for connection in (self._posting, self._answering):
+            if connection is not None:
+                connection[1].close()
+        self._posting = self._answering = None
         self._port.close()
 
-    async def _call(self, call: bytes) -> Any:
-        """One call on the standing connection, which does not survive an answer left unread."""
-        connection, self._posting = self._posting, None
-        if connection is None:
-            connection = await self._connect()
+    async def _answer(self, connection: Connection) -> Any:
+        """To one call on the standing connection, which does not survive an answer left unread."""
         try:
-            connection[1].write(call)
             answer = result_of(await read_frame(connection[0]))
         except EngineRestarted:
             self._posting = connection

@@ -54,33 +54,39 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. A client that leaves early ends every sequence of its request."""
         try:
-            if await run_until_disconnect(receive, self._answer(send)):
-                self._metrics.add("ingress_disconnects_total")
+            # Before there is a task to wait for: in a burst it would wait for all other requests.
+            begun = self._begin_or_error()
+            try:
+                if await run_until_disconnect(receive, self._answer(begun, send)):
+                    self._metrics.add("ingress_disconnects_total")
+            finally:
+                if not isinstance(begun, Exception):
+                    begun[0].close()
         except SlowClient:
             self._metrics.add("ingress_slow_clients_total")
 
-    async def _answer(self, unbounded: Send) -> None:
-        with BoundedSend(unbounded, self._http.slow_client_s) as send:
-            await self._answer_bounded(send)
-
-    async def _answer_bounded(self, send: Send) -> None:
-        generation: Generation | None = None
+    def _begin_or_error(self) -> tuple[Generation, Shape] | Exception:
         try:
-            generation, shape = self._begin()
-            if self._stream:
-                await self._events(generation, shape, send)
-            else:
-                await self._whole(generation, shape, send)
-        except ApiError as error:
-            await self._fail(error, send)
-        except (SlowClient, OSError):
-            raise
-        except Exception:
-            log.exception("a request failed by a fault of ours")
-            await self._fail(ApiError("internal_error"), send)
-        finally:
-            if generation is not None:
-                generation.close()
+            return self._begin()
+        except Exception as error:
+            return error
+
+    async def _answer(self, begun: tuple[Generation, Shape] | Exception, unbounded: Send) -> None:
+        with BoundedSend(unbounded, self._http.slow_client_s) as send:
+            try:
+                if isinstance(begun, Exception):
+                    raise begun
+                if self._stream:
+                    await self._events(*begun, send)
+                else:
+                    await self._whole(*begun, send)
+            except ApiError as error:
+                await self._fail(error, send)
+            except (SlowClient, OSError):
+                raise
+            except Exception:
+                log.exception("a request failed by a fault of ours")
+                await self._fail(ApiError("internal_error"), send)
 
     async def _events(self, generation: Generation, shape: Shape, send: Send) -> None:
         job = generation.job
