@@ -109,7 +109,7 @@ class EngineConfig(_Strict):
     prefill_burst_tokens: int | None = Field(
         None,
         ge=1,
-        description="while a crowd of prompts waits, so many tokens of those that end go in one "
+        description="prompts that wait in a crowd: as many as end within so many tokens go in one "
         "step beside streams; default: 2048 where the slice was chosen, else off",
     )
     async_steps: bool = Field(

@@ -17,7 +17,7 @@ class SchedulerLimits:
     `prefill_chunk_tokens_while_decoding` the same while a stream decodes (None: no difference).
     `prefill_slice_tokens`: while a stream decodes, a chunk of more tokens goes through the layers
     in ranges, a step each, that take about as long as so many tokens through all `n_layers`.
-    `prefill_burst_tokens`: the same while a crowd of prompts waits (budget.is_crowd).
+    `prefill_burst_tokens`: the same while any of a crowd of prompts waits (budget.is_crowd).
     `pipeline_depth`: steps that may be planned before an earlier one is committed, 0 or 1.
     """
 

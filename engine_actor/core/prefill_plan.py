@@ -53,9 +53,8 @@ def plan_prefill(
     if draft.n_decoding:
         sharing = policy.choose(_facts(draft, ready, budget))
     slice_tokens = limits.prefill_slice_tokens if draft.n_decoding else None
-    burst_tokens = limits.prefill_burst_tokens
-    if slice_tokens and burst_tokens and is_crowd(len(waiting), draft.n_decoding):
-        slice_tokens = max(slice_tokens, burst_tokens)
+    if slice_tokens and limits.prefill_burst_tokens and _has_crowd(waiting, draft.n_decoding):
+        slice_tokens = max(slice_tokens, limits.prefill_burst_tokens)
         ready = _ending_within(ready, min(budget, slice_tokens)) or ready
     ranged = _add_range(draft, roster, limits, block_tokens, ready, budget, slice_tokens, sharing)
     if ranged is not None:
@@ -142,6 +141,14 @@ def _ready(roster: Roster, limits: SchedulerLimits, now: float, landed: int) -> 
     ]
     ready.sort(key=lambda entry: entry[:2])
     return [(level, seq) for level, _, seq in ready]
+
+
+def _has_crowd(waiting: list[Ready], n_decoding: int) -> bool:
+    """A crowd is served to its end: its last would wait for slices while all others stream."""
+    if is_crowd(len(waiting), n_decoding):
+        for _, seq in waiting:
+            seq.in_crowd = True
+    return any(seq.in_crowd for _, seq in waiting)
 
 
 def _ending_within(ready: list[Ready], budget: int) -> list[Ready]:

@@ -54,6 +54,7 @@ class Roster:
         seq.move(SeqState.WAITING)
         seq.n_preempted += 1
         seq.next_layer = 0
+        seq.in_crowd = False
         self.preemptions += 1
         self.waiting.add(seq)
         self.settle(seq)

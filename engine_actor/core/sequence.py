@@ -90,6 +90,7 @@ class Sequence:
     of it starts before that has landed. 0 where none does.
     range_end, next_layer: a chunk n_scheduled..range_end-1 that is planned up to next_layer; 0
     where none is open. whole_chunks: a range failed, so chunks are run whole from now on.
+    in_crowd: it waited in a crowd of prompts, which is served to its end.
     """
 
     key: Key
@@ -125,6 +126,7 @@ class Sequence:
     range_end: int = 0
     next_layer: int = 0
     whole_chunks: bool = False
+    in_crowd: bool = False
 
     @property
     def n_output(self) -> int:

@@ -50,14 +50,22 @@ def test_a_crowd_outnumbers_the_streams_or_is_four(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_crowd_goes_in_whole_chunks_until_it_is_none(depth: int) -> None:
+def test_a_crowd_goes_in_whole_chunks_to_its_end(depth: int) -> None:
     harness = streams(8, depth=depth)
     crowd(harness, 10, 20)
     harness.run()
-    steps = [step for step in taken(harness) if step]
-    assert steps == [[20] * 3] * 3
-    ranged = [c.key[1] for p in harness.plans for c in p.prefill if c.layers is not None]
-    assert set(ranged) == {1009}
+    assert [step for step in taken(harness) if step] == [*[[20] * 3] * 3, [20]]
+
+
+def test_who_comes_after_a_crowd_goes_in_slices() -> None:
+    harness = streams(8)
+    crowd(harness, 4, 20)
+    while any(harness.requests["c", rid].n_output == 0 for rid in range(1000, 1004)):
+        harness.step()
+    harness.add(2000, [5] * 40, max_tokens=2)
+    harness.run()
+    chunks = [chunk for plan in harness.plans for chunk in plan.prefill if chunk.key[1] == 2000]
+    assert all(chunk.layers is not None for chunk in chunks)
 
 
 @pytest.mark.parametrize("n", [1, 3])
