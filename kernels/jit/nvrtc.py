@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -99,11 +100,11 @@ class _CtypesNvrtc:
     def compile(self, text: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
         program = ctypes.c_void_p()
         made = self._lib.nvrtcCreateProgram(
-            ctypes.byref(program), text.encode(), name.encode(), 0, None, None
+            ctypes.byref(program), text.encode(), os.fsencode(name), 0, None, None
         )
         self._check(made)
         try:
-            flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            flags = (ctypes.c_char_p * len(options))(*map(os.fsencode, options))
             status = self._lib.nvrtcCompileProgram(program, len(options), flags)
             log = self._read(program, "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
             if status:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -150,6 +151,24 @@ def test_missing_headers_say_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
     include_folders.cache_clear()
     assert (include_folders()[0] / "cuda_fp16.h").exists()
+
+
+@pytest.mark.parametrize("raw", ["é 中".encode(), b"a'b \xff"])
+def test_b36_any_folder_will_do(program: Path, tmp_path: Path, raw: bytes) -> None:
+    """B-36: a user's name with letters of any script, spaces, or bytes that are no text at all; the
+    source, its header and the cache all lie there."""
+    folder = tmp_path / os.fsdecode(raw)
+    folder.mkdir()
+    for path in (program, program.with_name("factor.cuh")):
+        path.rename(folder / path.name)
+    set_cubin_folder(folder / "cubins")
+    try:
+        cubin = compile_cubin(folder / program.name, {"WIDTH": 64}, 86)
+        assert set(cubin.resources) == {"scale", "clear"}
+        assert len(list((folder / "cubins").iterdir())) == 1
+        assert compile_cubin(folder / program.name, {"WIDTH": 64}, 86).code == cubin.code
+    finally:
+        set_cubin_folder(None)
 
 
 def test_headers_of_headers_are_found(program: Path) -> None:

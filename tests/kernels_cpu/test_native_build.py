@@ -53,6 +53,15 @@ def test_a_library_is_named_by_all_it_depends_on(tmp_path: Path) -> None:
     assert {path.suffix for path in (tmp_path / "kept").iterdir()} == {".so"}
 
 
+@pytest.mark.parametrize("raw", ["é 中".encode(), b"a'b \xff"])
+def test_b36_any_folder_will_do(tmp_path: Path, raw: bytes) -> None:
+    """B-36: a user's name with letters of any script, spaces, or bytes that are no text at all."""
+    folder = tmp_path / os.fsdecode(raw)
+    made = build_library(folder / "kept", fake_compiler(tmp_path), "AVX2")
+    assert made.read_text().startswith("library of ")
+    assert made.parent == folder / "kept"
+
+
 def test_flags_that_a_compiler_does_not_know_are_left_out(tmp_path: Path) -> None:
     made = build_library(tmp_path, fake_compiler(tmp_path, "-march=native"), "x")
     assert made.read_text().startswith("library of -mcpu=native")
