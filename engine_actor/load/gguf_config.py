@@ -41,15 +41,7 @@ def hub_config(file: GgufFile) -> dict[str, Any]:
 
     Raises CheckpointError for another architecture or a key of its own that we do not honour.
     """
-    name = file.value("general.architecture", str)
-    if name not in ARCHITECTURES:
-        known = ", ".join(repr(known) for known in ARCHITECTURES)
-        raise refusal("general.architecture", f"{name!r} cannot be read (supported: {known})")
-    for key, value in file.metadata.items():
-        known_key = key.removeprefix(f"{name}.") in _KNOWN_KEYS
-        # A key that is switched off (zero, empty) asks for nothing.
-        if key.startswith(f"{name}.") and not known_key and value:
-            raise refusal(key, f"unknown key in {file.path.name}, we cannot honour it")
+    name = _architecture(file)
     hidden, heads = _size(file, name, "embedding_length"), _size(file, name, "attention.head_count")
     named = f"{name}.attention.key_length" in file.metadata
     head_dim = _size(file, name, "attention.key_length") if named else hidden // heads
@@ -79,6 +71,20 @@ def hub_config(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         **special_ids(file),
     }
+
+
+def _architecture(file: GgufFile) -> str:
+    """Its name, where every key of it is one that we honour. Raises CheckpointError."""
+    name = file.value("general.architecture", str)
+    if name not in ARCHITECTURES:
+        known = ", ".join(repr(known) for known in ARCHITECTURES)
+        raise refusal("general.architecture", f"{name!r} cannot be read (supported: {known})")
+    for key, value in file.metadata.items():
+        known_key = key.removeprefix(f"{name}.") in _KNOWN_KEYS
+        # A key that is switched off (zero, empty) asks for nothing.
+        if key.startswith(f"{name}.") and not known_key and value:
+            raise refusal(key, f"unknown key in {file.path.name}, we cannot honour it")
+    return name
 
 
 def special_ids(file: GgufFile) -> dict[str, int]:

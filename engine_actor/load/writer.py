@@ -65,29 +65,13 @@ def write_packed(
     weights come from. Call it inside atomic_folder.
     """
     linears: dict[str, dict[str, int]] = {}
-    shards: list[tuple[Path, list[str]]] = []
-    pending: dict[str, torch.Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        path = folder / f"part-{len(shards):05d}.safetensors"
-        save_file(pending, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # safetensors writes 0600; a service often runs as another user
-        shards.append((path, list(pending)))
-        pending.clear()
-
+    shards = _Shards(folder, shard_bytes)
     for name, weight in weights:
-        tensors = _tensors(name, weight)
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        if pending and size + nbytes > shard_bytes:
-            flush()
-            size = 0
-        pending |= tensors
-        size, total = size + nbytes, total + nbytes
+        shards.add(_tensors(name, weight))
         if isinstance(weight, PackedLinear):
             linears[name] = {"bits": weight.bits, "group": weight.group}
-    flush()
-    _name_shards(folder, shards, total)
+    shards.flush()
+    _name_shards(folder, shards.written, shards.n_bytes)
     section = {
         "quant_method": METHOD,
         "format_version": FORMAT_VERSION,
@@ -95,6 +79,38 @@ def write_packed(
         "linears": linears,
     }
     write_json(folder / "config.json", {**config, SECTION: section})
+
+
+class _Shards:
+    """Tensors gathered and written, one file at a time. `written`: the files and what is in each;
+    n_bytes: of all tensors.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        self.written: list[tuple[Path, list[str]]] = []
+        self.n_bytes = 0
+        self._folder = folder
+        self._most_bytes = most_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Tensors that stay together."""
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if self._pending and self._pending_bytes + nbytes > self._most_bytes:
+            self.flush()
+        self._pending |= tensors
+        self._pending_bytes += nbytes
+        self.n_bytes += nbytes
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        path = self._folder / f"part-{len(self.written):05d}.safetensors"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors writes 0600; a service often runs as another user
+        self.written.append((path, list(self._pending)))
+        self._pending.clear()
+        self._pending_bytes = 0
 
 
 def _tensors(name: str, weight: Weight) -> dict[str, torch.Tensor]:
