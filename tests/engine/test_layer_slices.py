@@ -81,11 +81,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return load(write_tiny(tmp_path_factory.mktemp("slices"), "llama", seed=4), "exact")
 
 
-def test_slices_give_the_tokens_of_whole_chunks_in_a_crowd(tiny: Loaded) -> None:
+@pytest.mark.parametrize("burst", [None, 60])
+def test_slices_and_bursts_give_the_tokens_of_whole_chunks(tiny: Loaded, burst: int | None) -> None:
     draw = random.Random(5)
     crowd = [[draw.randrange(3, 250) for _ in range(draw.randint(1, 90))] for _ in range(8)]
+    cut = {"prefill_slice_tokens": 20, "prefill_burst_tokens": burst}
     sliced, whole = (
-        texts(tiny.engine(prefill_chunk_tokens=64, prefill_slice_tokens=size), crowd, 12)
-        for size in (20, None)
+        texts(tiny.engine(prefill_chunk_tokens=64, **settings), crowd, 12) for settings in (cut, {})
     )
     assert sliced == whole
+    assert sliced == [texts(tiny.engine(), [prompt], 12)[0] for prompt in crowd]

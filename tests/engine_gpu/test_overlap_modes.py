@@ -88,13 +88,16 @@ def test_the_kernels_of_a_layer_give_the_serial_twins_tokens(
 
 @pytest.mark.parametrize("mode", OverlapMode)
 @pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("burst", [None, 60])
 def test_ranges_of_layers_give_the_tokens_of_whole_chunks(
-    on_gpu: Loaded, mode: OverlapMode, ahead: bool
+    on_gpu: Loaded, mode: OverlapMode, ahead: bool, burst: int | None
 ) -> None:
-    """Half of the tiny model's layers a step, beside streams, in whichever way they share."""
+    """Half of the tiny model's layers a step, beside streams, in whichever way they share; and
+    whole chunks of a crowd, behind which nothing is planned before they have ended."""
     crowd = prompts(16)
     whole = texts(engine_of(on_gpu, OverlapMode.SERIAL, prefill_chunk_tokens=64), crowd, 24)
-    settings = {"prefill_chunk_tokens": 64, "prefill_slice_tokens": 20, "async_steps": ahead}
+    cut = {"prefill_slice_tokens": 20, "prefill_burst_tokens": burst}
+    settings = {"prefill_chunk_tokens": 64, "async_steps": ahead} | cut
     assert texts(engine_of(on_gpu, mode, **settings), crowd, 24) == whole
 
 
