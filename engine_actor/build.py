@@ -38,6 +38,7 @@ from engine_actor.model.memory import (
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.sampler import Sampler
 from engine_actor.planning import (
+    context_length,
     plan_here,
     render,
     wants_prefill_graphs,
@@ -128,14 +129,6 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not has_gpu:
         raise CheckpointError("engine.device: cuda is asked for, torch finds no CUDA device here")
     return torch.device("cuda" if wanted != "cpu" and has_gpu else "cpu")
-
-
-def context_length(source: ModelSource, checkpoint: Checkpoint) -> int:
-    """Tokens of the context: as asked for, at most the checkpoint's. Raises CheckpointError."""
-    asked, most = source.max_model_len, checkpoint.max_model_len
-    if asked is not None and asked > most:
-        raise CheckpointError(f"model.max_model_len: {asked} is more than the checkpoint's {most}")
-    return asked or most
 
 
 def served_name(source: ModelSource) -> str:

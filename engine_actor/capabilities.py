@@ -14,9 +14,10 @@ from engine_actor import ops
 from engine_actor.errors import CheckpointError
 from engine_actor.load.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from engine_actor.load.demo import FOLDER
-from engine_actor.load.source import DEMO, on_disk
+from engine_actor.load.source import DEMO, on_disk, require_hub_name
 from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.precision import Precision, choose_precision
+from engine_actor.planning import context_length as context_length
 from engine_actor.planning import plan_for, plan_here
 from engine_actor.planning import render as render
 
@@ -39,14 +40,17 @@ def describe_device(device: str) -> str:
 
 
 def checkpoint_on_disk(path: str, cache_dir: Path) -> Checkpoint | None:
-    """The checkpoint that `path` means, if it is here already. Raises CheckpointError where the
-    folder is here and is none.
+    """The checkpoint that `path` means, None where it has yet to be fetched. Raises CheckpointError
+    where the folder is here and is none, or nothing can be fetched by that name.
     """
     if path == DEMO:
         demo = cache_dir / FOLDER
         return open_checkpoint(demo) if (demo / CONFIG).is_file() else None
     found = on_disk(path)
-    return None if found is None else open_checkpoint(found)
+    if found is None:
+        require_hub_name(path)
+        return None
+    return open_checkpoint(found)
 
 
 def memory_plan(args: AppArgs, folder: Path, card_mb: int | None, sm: int) -> CardPlan:

@@ -12,8 +12,9 @@ from functools import partial
 
 import torch
 
-from configs.schema import CHUNK_TOKENS, AppArgs, EngineConfig
+from configs.schema import CHUNK_TOKENS, AppArgs, EngineConfig, ModelSource
 from engine_actor import ops
+from engine_actor.errors import CheckpointError
 from engine_actor.load.checkpoint import Checkpoint
 from engine_actor.load.footprint import (
     WeightBytes,
@@ -73,6 +74,14 @@ def _with_host(plan: CardPlan, config: EngineConfig, model: ModelConfig) -> Card
     return replace(plan, host=(slots, slots * block_bytes))
 
 
+def context_length(source: ModelSource, checkpoint: Checkpoint) -> int:
+    """Tokens of the context: as asked for, at most the checkpoint's. Raises CheckpointError."""
+    asked, most = source.max_model_len, checkpoint.max_model_len
+    if asked is not None and asked > most:
+        raise CheckpointError(f"model.max_model_len: {asked} is more than the checkpoint's {most}")
+    return asked or most
+
+
 def with_chunk(config: EngineConfig, tokens: int) -> EngineConfig:
     """The settings with the planned chunk where it was left open. A chunk that was made large is
     sliced beside decodes, so that a stream waits no longer than for CHUNK_TOKENS.
@@ -114,7 +123,7 @@ def _plan(
         limit=limit,
         reserve=reserve,
         settings=Settings(
-            max_model_len=args.model.max_model_len or checkpoint.max_model_len,
+            max_model_len=context_length(args.model, checkpoint),
             max_num_seqs=config.max_num_seqs,
             chunk_tokens=chunk_tokens,
             int8_kv=kv_dtype == torch.int8,

@@ -158,6 +158,8 @@ def choice_findings(args: AppArgs) -> list[Finding]:
         text = f"model {args.model.path} is not on this machine yet; the first start fetches it"
         return [*found, Finding("choice", text, "note")]
     try:
+        context = capabilities.context_length(args.model, checkpoint)
+        found.append(Finding("choice", f"context: {context} tokens at most"))
         lines = capabilities.describe_choices(args.engine, placement.device, checkpoint)
         found += [Finding("choice", line) for line in lines]
         if placement.device == "cuda":

@@ -40,11 +40,15 @@ def resolve(
     here = on_disk(path) if path else None
     if here is not None:
         return here
-    if HUB_FILE.fullmatch(path) and ".." not in path and "--" not in path:
-        return _file_from_hub(path, revision)
-    if HUB_ID.fullmatch(path) and ".." not in path and "--" not in path:
-        return _from_hub(path, revision)
-    raise refusal(path, f"no such folder, and neither {DEMO!r} nor a Hub id (org/name)")
+    require_hub_name(path)
+    return (_file_from_hub if HUB_FILE.fullmatch(path) else _from_hub)(path, revision)
+
+
+def require_hub_name(path: str) -> None:
+    """Raise CheckpointError, one line, for a name under which nothing can be fetched."""
+    is_name = HUB_FILE.fullmatch(path) or HUB_ID.fullmatch(path)
+    if not is_name or ".." in path or "--" in path:
+        raise refusal(path, f"no such folder, and neither {DEMO!r} nor a Hub id (org/name)")
 
 
 def on_disk(path: str) -> Path | None:

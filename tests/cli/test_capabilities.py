@@ -39,6 +39,15 @@ def test_a_demo_that_is_not_prepared_is_not_fetched(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "a/b/c", "nope", "https://huggingface.co/org/name"])
+def test_a_name_by_which_nothing_is_fetched_is_a_problem(path):
+    """A start would refuse it; the doctor had said that it would be fetched."""
+    args = AppArgs.model_validate({"model": {"path": path}, "engine": {"device": "cpu"}})
+    found = choice_findings(args)
+    assert found[-1].level == "problem"
+    assert found[-1].text.endswith("no such folder, and neither 'demo' nor a Hub id (org/name)")
+
+
 def test_a_folder_that_is_no_checkpoint_is_a_problem(tmp_path):
     with pytest.raises(CheckpointError):
         checkpoint_on_disk(str(tmp_path), tmp_path)

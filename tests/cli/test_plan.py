@@ -38,6 +38,17 @@ def test_what_does_not_fit_is_exit_code_1(folder: str, capsys: pytest.CaptureFix
     assert "does not fit: " in capsys.readouterr().out
 
 
+def test_a_context_beyond_the_checkpoints_is_refused_as_a_start_would(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", folder, "--max-model-len", "99999"]
+    assert main(["plan", "--card-mb", "4096", *flags]) == 1
+    said = "model.max_model_len: 99999 is more than the checkpoint's"
+    assert said in capsys.readouterr().err
+    assert main(["doctor", "--device", "cpu", *flags]) == 1
+    assert said in capsys.readouterr().out
+
+
 def test_without_a_gpu_a_card_must_be_named(
     folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
