@@ -16,9 +16,10 @@ from configs.schema import EngineConfig
 from engine_actor import ops
 from engine_actor.core.params import SamplingParams
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.runner import ModelRunner
 from engine_actor.model.sampler import Sampler, SampleRow
-from engine_actor.work.inputs import BatchInputs, build_decode, build_prefill
+from engine_actor.work.inputs import build_decode, build_prefill
 
 LOGGER = logging.getLogger(__name__)
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from engine_actor.core.plan import DecodeSlot
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.runner import ModelRunner, build_runner
-from engine_actor.work.inputs import BatchInputs, build_decode
+from engine_actor.work.inputs import build_decode
 from gpu_time import trace
 from kernels.jit.kernel import Kernel
 from random_model import SHAPES, random_checkpoint

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from engine_actor import ops
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.bucket_graphs import BucketGraphs, Capture
 from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
 from engine_actor.model.layers.rope import Rotary
 from engine_actor.model.runner_protocol import GraphCounts
-from engine_actor.work.inputs import BatchInputs
 
 MIB = 1 << 20
 GRAPH_BYTES = 640 * 1024

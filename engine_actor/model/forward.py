@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine_actor import ops
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
 from engine_actor.model.decode_graphs import DecodeGraphs
@@ -26,7 +27,6 @@ from engine_actor.model.prefill_buckets import PrefillBuckets
 from engine_actor.model.prefill_graphs import PrefillGraphs
 from engine_actor.model.prompt_forward import PromptForward
 from engine_actor.model.runner_protocol import GraphCounts
-from engine_actor.work.inputs import BatchInputs
 
 LAST_ROWS_ONLY = True
 """False: the last layer computes every row, as all others do."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engine_actor import ops
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.layers.rope import Rotary
-from engine_actor.work.inputs import BatchInputs
 
 LEAST_ROWS = 16
 """Taken whatever the crossover says: it times linears alone, and a compiled layer also saves the

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from engine_actor import ops
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.bucket_graphs import BucketGraphs, Capture
 from engine_actor.model.layers.rope import Rotary
 from engine_actor.model.prefill_buckets import PrefillBucket, PrefillBuckets
 from engine_actor.model.runner_protocol import GraphCounts
-from engine_actor.work.inputs import BatchInputs
 
 GRAPH_BYTES = 1 << 20
 """For one graph, of the driver: an H200 took 0.6 MiB for 189 launches, and these are 330 of 36

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from engine_actor.core.block_copies import BlockCopy
-from engine_actor.work.inputs import BatchInputs
+from engine_actor.model.batch_inputs import BatchInputs
 
 
 @dataclass(slots=True)

@@ -20,10 +20,11 @@ import torch
 from engine_actor.core.plan import SampledToken, TokenLogprobs
 from engine_actor.core.sequence import Key, SeqState
 from engine_actor.core.sequence import Sequence as Request
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.pending_sample import PendingSample
 from engine_actor.model.runner_protocol import Runner
 from engine_actor.model.sampler import Sampler, SampleRow
-from engine_actor.work.inputs import PLAIN, BatchInputs, Feed
+from engine_actor.work.inputs import PLAIN, Feed
 from engine_actor.work.sampling import sample_row
 from engine_actor.work.timing import Timer
 

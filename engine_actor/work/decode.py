@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from engine_actor.core.plan import DecodeSlot
 from engine_actor.core.sequence import Key, Sequence, blocks_end
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.work.base import Sampled, Work, WorkResult
-from engine_actor.work.inputs import BatchInputs, build_decode
+from engine_actor.work.inputs import build_decode
 
 
 def known_slots(

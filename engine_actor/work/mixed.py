@@ -10,9 +10,10 @@ from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 from engine_actor.core.sequence import Key
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.work.base import Sampled, Work, WorkResult
 from engine_actor.work.decode import DecodeWork, known_slots
-from engine_actor.work.inputs import BatchInputs, build_mixed
+from engine_actor.work.inputs import build_mixed
 from engine_actor.work.prefill import PrefillWork
 
 

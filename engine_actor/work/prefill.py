@@ -12,9 +12,10 @@ import torch
 
 from engine_actor.core.plan import LayerRange, PrefillChunk, TokenLogprobs
 from engine_actor.core.sequence import Key
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.sampler import token_logprobs
 from engine_actor.work.base import Sampled, Work, WorkResult, WorkStateError
-from engine_actor.work.inputs import BatchInputs, build_prefill
+from engine_actor.work.inputs import build_prefill
 
 HEAD_ROWS = 256
 """Rows of the head at once for prompt logprobs: 256 rows of a 128k vocabulary are 128 MiB."""

@@ -23,11 +23,12 @@ import torch
 from engine_actor.core.block_copies import BlockCopy
 from engine_actor.core.plan import SampledToken
 from engine_actor.engine import Engine
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.pending_sample import PendingSample
 from engine_actor.model.runner_protocol import BlockStore
 from engine_actor.model.sampler import Sampler, SampleRow
 from engine_actor.work.host_copies import Copies, DirectCopies, StreamCopies
-from engine_actor.work.inputs import BatchInputs, Feed
+from engine_actor.work.inputs import Feed
 from engine_actor.work.staging import PinnedStaging
 from engine_actor.work.streams import Attempt, Launched, SerialPair
 from engine_actor.work.token_buffer import TokenBuffer

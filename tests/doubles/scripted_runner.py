@@ -34,11 +34,11 @@ from engine_actor.core.block_copies import BlockCopy
 from engine_actor.core.clock import Clock
 from engine_actor.engine import Engine
 from engine_actor.facts import EngineFacts
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.model.sampler import Sampler
 from engine_actor.service import EngineService
 from engine_actor.work.host_copies import Copies
-from engine_actor.work.inputs import BatchInputs
 from engine_actor.work.streams import Pair
 
 _EMPTY = -1

@@ -19,7 +19,7 @@ from engine_actor.core.sequence import FinishReason, SeqState
 from engine_actor.engine import Engine
 from engine_actor.errors import FatalDeviceError
 from engine_actor.messages import Flag
-from engine_actor.work.inputs import BatchInputs
+from engine_actor.model.batch_inputs import BatchInputs
 from tests.doubles.queued_device import QueuedRunner, queued_engine
 from tests.doubles.scripted_runner import HashRunner, make_engine
 from tests.engine.driver import CLIENT, Driver

@@ -10,9 +10,9 @@ from configs.schema import EngineConfig
 from engine_actor import warm_up
 from engine_actor.core.params import SamplingParams
 from engine_actor.load.tiny import write_tiny
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.sampler import Sampler
 from engine_actor.warm_up import KEY, ROWS, SAMPLED
-from engine_actor.work.inputs import BatchInputs
 from tests.engine.real_engine import load
 
 

@@ -14,7 +14,7 @@ import torch
 
 from engine_actor.load.tiny import write_tiny
 from engine_actor.messages import Flag
-from engine_actor.work.inputs import BatchInputs
+from engine_actor.model.batch_inputs import BatchInputs
 from tests.engine.driver import CLIENT, Driver
 from tests.engine.real_engine import Loaded, load, texts
 

@@ -17,6 +17,7 @@ from engine_actor.build import choose_device
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
 from engine_actor.engine import Engine
 from engine_actor.errors import CheckpointError
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.card_plan import Part, Settings
 from engine_actor.model.memory import card_ledger
 from engine_actor.model.runner import ModelRunner
@@ -25,7 +26,7 @@ from engine_actor.model.step_bytes import StepShape, decode_bytes, prompt_bytes,
 from engine_actor.planning import plan_here
 from engine_actor.status import _memory
 from engine_actor.warm_up import warm_up
-from engine_actor.work.inputs import BatchInputs, build_decode, build_prefill
+from engine_actor.work.inputs import build_decode, build_prefill
 from random_model import SHAPES, random_checkpoint, random_engine, shortened
 from tests.engine.driver import Driver
 

@@ -17,9 +17,10 @@ from engine_actor import ops
 from engine_actor.core.plan import OverlapMode, PrefillChunk
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.kv_store import KVStore
 from engine_actor.model.runner import ModelRunner, build_runner
-from engine_actor.work.inputs import BatchInputs, build_prefill
+from engine_actor.work.inputs import build_prefill
 from kernels.attention import cuda_prompt
 from tests.engine.real_engine import BLOCK, Loaded, load, texts
 from tests.engine_gpu.broken_captures import failing, unrecordable

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer
 
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
 from engine_actor.load.checkpoint import open_checkpoint
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.runner import ModelRunner, build_runner
-from engine_actor.work.inputs import BatchInputs, build_decode, build_prefill
+from engine_actor.work.inputs import build_decode, build_prefill
 from tests.hub_reference import hub_model
 
 BLOCK, BLOCKS = 16, tuple(range(8))

@@ -11,11 +11,12 @@ import torch
 
 from engine_actor import ops
 from engine_actor.core.plan import DecodeSlot
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
 from engine_actor.model.decode_graphs import DecodeGraphs
 from engine_actor.model.layers.rope import Rotary
-from engine_actor.work.inputs import BatchInputs, build_decode
+from engine_actor.work.inputs import build_decode
 from scripts.random_model import SHAPES
 
 BLOCK = 4

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.forward import ModelRunner
-from engine_actor.work.inputs import BatchInputs
 from tests.model.tiny_models import FAMILIES, Part, batch, oracle, runner_for
 
 IDS = [5, 77, 3, 12, 60, 1, 1, 44, 9, 8, 7]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from engine_actor import ops
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.forward import ModelRunner
 from engine_actor.model.prefill_buckets import PrefillBucket, PrefillBuckets
 from engine_actor.model.prefill_graphs import PrefillGraphs
 from engine_actor.model.prompt_forward import PromptForward
-from engine_actor.work.inputs import BatchInputs
 from kernels.attention.op import AttentionPlan, Segment, attention_reference
 from kernels.kv.op import HeadNorms, StoreFn
 from tests.model.tiny_models import BLOCK, Part, batch, oracle, runner_for

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from engine_actor import ops
+from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.runner import ModelRunner, build_runner
-from engine_actor.work.inputs import BatchInputs
 
 BLOCK = 4
 COMMON = {
