@@ -9,6 +9,7 @@ import re
 import pytest
 
 from engine_actor.core.metric_table import ENGINE_METRICS
+from serve_app.ingress_metrics import INGRESS_METRICS
 from results import validate
 from tests.house_rules.sources import ROOT, tree_of
 
@@ -74,7 +75,7 @@ def test_every_metric_is_documented():
     page = (ROOT / "docs" / "usage" / "metrics.md").read_text(encoding="utf-8")
     rows = {
         f"| `{metric.name}` | {metric.kind} | {metric.unit} | {metric.help}."
-        for metric in ENGINE_METRICS
+        for metric in (*ENGINE_METRICS, *INGRESS_METRICS)
     }
     assert {row for row in rows if row not in page} == set()
 
