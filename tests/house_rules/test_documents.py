@@ -9,8 +9,8 @@ import re
 import pytest
 
 from engine_actor.core.metric_table import ENGINE_METRICS
-from serve_app.ingress_metrics import INGRESS_METRICS
 from results import validate
+from serve_app.ingress_metrics import INGRESS_METRICS
 from tests.house_rules.sources import ROOT, tree_of
 
 SEED_MAP = ROOT / "docs" / "seed_map.md"
