@@ -57,6 +57,8 @@ class FaultRule(_Strict):
     times: Annotated[int, Field(ge=1)] | Literal["always"] = 1
 
 
+MOST_SECONDS = 1e9
+"""Thirty years. No wait of Python's takes infinity."""
 MOST_THREADS = 4096
 """More than any machine has; torch fails on a number that no C int holds."""
 CHUNK_TOKENS = 256
@@ -120,7 +122,7 @@ class EngineConfig(_Strict):
         1, description="steps planned ahead where async_steps has an effect"
     )
     priority_ageing_s: float = Field(
-        5.0, gt=0, description="waiting this long raises a request by one"
+        5.0, gt=0, le=MOST_SECONDS, description="waiting this long raises a request by one"
     )
     reserve_memory_mb: int = Field(384, ge=0, description="device memory left alone, MiB")
     memory_limit_mb: int | None = Field(
@@ -148,9 +150,15 @@ class EngineConfig(_Strict):
         ge=1,
         description="multiprocessors of a prefill beside a decode (capped, green); default: 3/4",
     )
-    drain_s: float = Field(60.0, ge=0, description="how long a stop waits for open streams")
-    lease_s: float = Field(10.0, gt=0, description="an ingress silent this long is dead")
-    watchdog_s: float = Field(120.0, gt=0, description="a step longer than this ends the process")
+    drain_s: float = Field(
+        60.0, ge=0, le=MOST_SECONDS, description="how long a stop waits for open streams"
+    )
+    lease_s: float = Field(
+        10.0, gt=0, le=MOST_SECONDS, description="an ingress silent this long is dead"
+    )
+    watchdog_s: float = Field(
+        120.0, gt=0, le=MOST_SECONDS, description="a step longer than this ends the process"
+    )
     kv: KVConfig = KVConfig()
     faults: tuple[FaultRule, ...] = Field((), description="injected faults; empty in production")
 
@@ -163,7 +171,9 @@ class EngineConfig(_Strict):
 class HttpConfig(_Strict):
     """The HTTP face."""
 
-    keep_alive_s: float = Field(15.0, gt=0, description="SSE comment while a stream is silent")
+    keep_alive_s: float = Field(
+        15.0, gt=0, le=MOST_SECONDS, description="SSE comment while a stream is silent"
+    )
     max_logprobs: int = Field(5, ge=0, le=20)
     max_body_mb: int = Field(16, ge=1)
     stream_buffer_tokens: int = Field(
@@ -171,7 +181,9 @@ class HttpConfig(_Strict):
         ge=1,
         description="tokens held for a client that does not read; beyond it, cancelled",
     )
-    slow_client_s: float = Field(30.0, gt=0, description="longest wait for one write to a client")
+    slow_client_s: float = Field(
+        30.0, gt=0, le=MOST_SECONDS, description="longest wait for one write to a client"
+    )
     unsupported: Literal["refuse", "warn"] = Field(
         "refuse", description="known but unsupported parameters"
     )

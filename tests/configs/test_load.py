@@ -176,6 +176,10 @@ def test_a_value_in_a_message_is_short():
         {"engine": {"cpu_threads": 10**12}},
         {"engine": {"kv": {"budget_mb": -5}}},
         {"engine": {"faults": [{"stage": "launch", "times": 0}]}},
+        {"engine": {"lease_s": float("inf")}},
+        {"engine": {"watchdog_s": float("nan")}},
+        {"engine": {"drain_s": 1e300}},
+        {"http": {"keep_alive_s": float("inf")}},
     ],
 )
 def test_values_that_nothing_could_be_made_of(values):
