@@ -38,9 +38,9 @@ from engine_actor.work.base import WorkContext, no_fault
 from engine_actor.work.elastic import ElasticKV
 from engine_actor.work.host_copies import Copies, make_copies
 from engine_actor.work.isolate import Isolation
+from engine_actor.work.pair import Pair
 from engine_actor.work.sharing import share_device
 from engine_actor.work.step import StepReport, StepRunner
-from engine_actor.work.streams import Pair
 
 LOGGER = logging.getLogger(__name__)
 CANCELLED = "cancelled"

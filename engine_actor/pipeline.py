@@ -21,9 +21,9 @@ from engine_actor.core.sequence import Key, Sequence
 from engine_actor.model.penalties import reads_history
 from engine_actor.work.host_copies import Copies
 from engine_actor.work.inputs import Feed
+from engine_actor.work.pair import SerialPair
 from engine_actor.work.staging import PinnedStaging
 from engine_actor.work.step import OpenStep, StepReport, StepRunner
-from engine_actor.work.streams import SerialPair
 from engine_actor.work.token_buffer import TokenBuffer
 
 

@@ -23,8 +23,8 @@ from engine_actor.core.sequence import Key
 from engine_actor.errors import FatalDeviceError
 from engine_actor.work.base import Work, WorkResult, WorkState, WorkStateError
 from engine_actor.work.memory_errors import is_fatal, is_out_of_memory
+from engine_actor.work.pair import Launched, Pair, SerialPair
 from engine_actor.work.prefill import PrefillWork
-from engine_actor.work.streams import Launched, Pair, SerialPair
 
 LOGGER = logging.getLogger(__name__)
 LONE_TRIES = 3

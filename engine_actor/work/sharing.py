@@ -13,17 +13,8 @@ from engine_actor import ops
 from engine_actor.core.overlap_policy import Sharing
 from engine_actor.core.plan import OverlapMode
 from engine_actor.work.base import Work
-from engine_actor.work.streams import (
-    DECODE_PRIORITY,
-    PREFILL_PRIORITY,
-    Attempt,
-    CudaStreams,
-    Launched,
-    Pair,
-    SerialPair,
-    StreamPair,
-    finish_in_order,
-)
+from engine_actor.work.pair import Attempt, Launched, Pair, SerialPair, finish_in_order
+from engine_actor.work.streams import DECODE_PRIORITY, PREFILL_PRIORITY, CudaStreams, StreamPair
 
 NO_STREAMS = "the CPU has no streams: decode runs first, then prefill"
 

@@ -18,8 +18,8 @@ from engine_actor.work.decode import DecodeWork
 from engine_actor.work.elastic import KVGrowthError
 from engine_actor.work.isolate import Casualty, Isolation, Tally
 from engine_actor.work.mixed import MixedWork
+from engine_actor.work.pair import Launched
 from engine_actor.work.prefill import OpenChunk, PrefillWork
-from engine_actor.work.streams import Launched
 from engine_actor.work.timing import intersection
 
 

@@ -29,8 +29,8 @@ from engine_actor.model.runner_protocol import BlockStore
 from engine_actor.model.sampler import Sampler, SampleRow
 from engine_actor.work.host_copies import Copies, DirectCopies, StreamCopies
 from engine_actor.work.inputs import Feed
+from engine_actor.work.pair import Attempt, Launched, SerialPair
 from engine_actor.work.staging import PinnedStaging
-from engine_actor.work.streams import Attempt, Launched, SerialPair
 from engine_actor.work.token_buffer import TokenBuffer
 from tests.doubles.scripted_runner import HashRunner, make_engine
 

@@ -39,7 +39,7 @@ from engine_actor.model.runner_protocol import GraphCounts
 from engine_actor.model.sampler import Sampler
 from engine_actor.service import EngineService
 from engine_actor.work.host_copies import Copies
-from engine_actor.work.streams import Pair
+from engine_actor.work.pair import Pair
 
 _EMPTY = -1
 _SPREAD = 0x9E3779B97F4A7C15

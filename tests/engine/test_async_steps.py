@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from configs.schema import FaultRule
 from engine_actor.engine import Engine
 from engine_actor.messages import Cancel, Evict, Flag, Limit
-from engine_actor.work.streams import SerialPair, StreamPair
+from engine_actor.work.pair import SerialPair
+from engine_actor.work.streams import StreamPair
 from tests.doubles.queued_device import CPU, QueuedRunner, queued_engine
 from tests.doubles.scripted_runner import HashRunner, make_engine
 from tests.engine.driver import CLIENT, Driver

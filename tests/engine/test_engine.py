@@ -13,7 +13,8 @@ from engine_actor.engine import Engine
 from engine_actor.loop import Heartbeat
 from engine_actor.messages import Cancel, Flag, Limit, Submit
 from engine_actor.status import engine_status
-from engine_actor.work.streams import Fence, NoFence, SerialPair, StreamPair
+from engine_actor.work.pair import Fence, NoFence, SerialPair
+from engine_actor.work.streams import StreamPair
 from engine_actor.work.timing import ClockTimer, Timer
 from tests.doubles.scripted_runner import HashRunner, ScriptedRunner, make_engine
 from tests.engine.driver import CLIENT, Driver

@@ -15,8 +15,9 @@ import torch
 
 from engine_actor.engine import Engine
 from engine_actor.work.inputs import Feed
+from engine_actor.work.pair import SerialPair
 from engine_actor.work.staging import Numbers, Staging
-from engine_actor.work.streams import CudaStreams, SerialPair, StreamPair
+from engine_actor.work.streams import CudaStreams, StreamPair
 from engine_actor.work.timing import ClockTimer, Timer
 from engine_actor.work.token_buffer import TokenBuffer
 from tests.engine.real_engine import Loaded, texts

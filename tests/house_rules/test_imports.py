@@ -28,6 +28,7 @@ ALLOWED = {
     "cupy": "kernels/jit/",
     "transformers": set(),
     "torch.cuda": {
+        "engine_actor/work/pair.py",
         "engine_actor/work/streams.py",
         "engine_actor/work/timing.py",
         "engine_actor/work/isolate.py",

@@ -9,7 +9,7 @@ import torch
 
 from engine_actor.core.overlap_policy import Sharing
 from engine_actor.work.base import Lane, Work, WorkResult, WorkState
-from engine_actor.work.streams import Pair
+from engine_actor.work.pair import Pair
 from engine_actor.work.timing import ClockTimer, Timer
 
 CPU = torch.device("cpu")

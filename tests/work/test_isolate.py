@@ -14,7 +14,7 @@ from engine_actor.work.base import Work, WorkStateError
 from engine_actor.work.elastic import ElasticKV, KVGrowthError
 from engine_actor.work.isolate import Isolation, Tally
 from engine_actor.work.memory_errors import is_fatal, is_out_of_memory
-from engine_actor.work.streams import SerialPair
+from engine_actor.work.pair import SerialPair
 from tests.doubles.scripted_runner import HashRunner
 from tests.work.stage import Stage
 

@@ -11,8 +11,8 @@ from configs.schema import FaultRule
 from engine_actor.core.plan import LayerRange
 from engine_actor.faults import FaultPlan
 from engine_actor.work.isolate import Isolation
+from engine_actor.work.pair import SerialPair
 from engine_actor.work.prefill import OpenChunk, PrefillWork, RangeLost
-from engine_actor.work.streams import SerialPair
 from tests.doubles.scripted_runner import HashRunner
 from tests.work.stage import Stage
 from tests.work.test_works import PROMPT, run

@@ -10,7 +10,7 @@ from engine_actor.faults import FaultPlan
 from engine_actor.work.base import Work
 from engine_actor.work.isolate import Isolation, Tally
 from engine_actor.work.mixed import MixedWork
-from engine_actor.work.streams import SerialPair
+from engine_actor.work.pair import SerialPair
 from tests.work.stage import Stage
 
 CPU = torch.device("cpu")

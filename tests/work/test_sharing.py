@@ -11,8 +11,9 @@ from engine_actor import ops
 from engine_actor.core.overlap_policy import Sharing
 from engine_actor.core.plan import OverlapMode
 from engine_actor.work import sharing as sharing_module
+from engine_actor.work.pair import Pair, SerialPair
 from engine_actor.work.sharing import SharedDevice, share_device, three_quarters
-from engine_actor.work.streams import Pair, SerialPair, StreamPair
+from engine_actor.work.streams import StreamPair
 from engine_actor.work.timing import ClockTimer, Timer
 from tests.work.recorded import RecordedStreams, run, works
 

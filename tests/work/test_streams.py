@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from engine_actor.core.plan import OverlapMode
+from engine_actor.work.pair import SerialPair
 from engine_actor.work.sharing import share_device
-from engine_actor.work.streams import SerialPair, StreamPair
+from engine_actor.work.streams import StreamPair
 from engine_actor.work.timing import ClockTimer, EventTimer, intersection
 from tests.work.recorded import VERBS, RecordedStreams, attempt, run, works
 

@@ -10,7 +10,7 @@ import torch
 
 from engine_actor.core.sequence import SeqState
 from engine_actor.work.base import Work, WorkResult, WorkState, WorkStateError
-from engine_actor.work.streams import CallerLane
+from engine_actor.work.pair import CallerLane
 from tests.doubles.scripted_runner import HashRunner
 from tests.work.stage import Stage
 
