@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from configs.schema import FaultRule
 from engine_actor import ops
@@ -18,6 +19,7 @@ from engine_actor.loop import Heartbeat
 from engine_actor.status import engine_status
 from tests.engine.real_engine import Loaded, texts
 from tests.engine_gpu.crowd import CHUNK, prompts, short_stream_and_long_prompt
+from tests.engine_gpu.late_streams import delay, shows
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +48,6 @@ def test_each_mode_counts_as_what_it_is(on_gpu: Loaded, mode: OverlapMode) -> No
     mixed = both if mode is OverlapMode.MIXED else 0
     assert seen == [12, both, streams, mixed]
     assert engine.metrics.value("prefill_decode_overlap_mode_steps", mode.value) == both
-    overlapped = engine.metrics.value("prefill_decode_overlapped_seconds")
-    assert (overlapped > 0) is (mode in STREAMS)
     status = engine_status(engine, 1, BEAT, 0)
     assert status["overlap_mode_effective"] == mode.value
     assert status["prefill_decode_overlap_reason"] is None
@@ -55,6 +55,26 @@ def test_each_mode_counts_as_what_it_is(on_gpu: Loaded, mode: OverlapMode) -> No
     assert status["overlap_stream_priorities"] == priorities
     twin = short_stream_and_long_prompt(engine_of(on_gpu, OverlapMode.SERIAL), max_tokens=60)
     assert [driver.tokens(rid) for rid in (0, 1)] == [twin.tokens(rid) for rid in (0, 1)]
+
+
+@pytest.mark.parametrize("mode", OverlapMode)
+def test_works_overlap_in_time_where_they_have_two_streams(
+    on_gpu: Loaded, mode: OverlapMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes so long that a prefill is launched beside them however busy the host is."""
+    decode = on_gpu.runner.decode_logits
+
+    def long_decode(inputs: Any) -> torch.Tensor:
+        delay()
+        return decode(inputs)
+
+    def overlap() -> bool:
+        engine = engine_of(on_gpu, mode)
+        short_stream_and_long_prompt(engine, max_tokens=60)
+        return engine.metrics.value("prefill_decode_overlapped_seconds") > 0
+
+    monkeypatch.setattr(on_gpu.runner, "decode_logits", long_decode)
+    assert shows(overlap, monkeypatch) if mode in STREAMS else not overlap()
 
 
 @pytest.mark.parametrize("mode", [mode for mode in OverlapMode if mode is not OverlapMode.SERIAL])
