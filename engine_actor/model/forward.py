@@ -168,7 +168,7 @@ class ModelRunner:
             PrefillBuckets.up_to(max_rows, max_context, ops.StagedPrompts.SEQUENCES),
             forward.of,
             self._rotary,
-            self.kv.place,
+            self.kv.addresses,
             CudaCapture(self.device),
             vocab_size=self.vocab_size,
             head_dim=self.config.head_dim,

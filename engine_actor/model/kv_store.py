@@ -95,12 +95,6 @@ class KVStore:
         """Of every layer's tensors: a captured graph is good for one set of them."""
         return tuple(tensor.data_ptr() for layer in self.layers for tensor in _tensors(layer))
 
-    def place(self) -> tuple[int, ...]:
-        """addresses(), and what else a graph that gathers keys holds: torch's gather of them knows
-        the cache's size.
-        """
-        return (*self.addresses(), self.n_blocks)
-
     def arrays(self) -> list[torch.Tensor]:
         """Every array of the cache, [n_blocks, ...] each, in the order of block_bytes: the layers,
         then in INT8 their scales.

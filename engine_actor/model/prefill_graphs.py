@@ -39,8 +39,8 @@ class _Step:
 
 
 class PrefillGraphs:
-    """forward_of: staged prompts -> their forward. addresses: of the KV cache now, and what else of
-    it a graph keeps. capture: not the one of decode graphs, beside which these may run.
+    """forward_of: staged prompts -> their forward. addresses: of the KV cache now. capture: not the
+    one of decode graphs, beside which these may run.
 
     The logits of a call are overwritten by the next one.
     """

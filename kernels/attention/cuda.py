@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from kernels.attention.cuda_prompt import PromptRun, attend_prompts, prompt_runs
+from kernels.attention.gather import load_gather
 from kernels.attention.op import AttentionPlan, Segment, on_device, spans
 from kernels.jit.kernel import CudaSource, Kernel, Variant
 from kernels.pack.int8_kv import Int8KV, stored
@@ -145,8 +146,7 @@ def static_plan_cuda(
     window: int | None = None,
 ) -> CudaPlan:
     """For rows 0, 1, ... that all are decodes and whose content changes under the plan. tables,
-    lengths, longest: see DecodeTensors.
-    """
+    lengths, longest: see DecodeTensors."""
     decode = DecodeTensors(tables, lengths, None, longest)
     return CudaPlan((), (), (), block_tokens, window, decode)
 
@@ -221,10 +221,10 @@ class CudaAttention:
 
     def load(self, head_dim: int, kv_bits: int, dtype: torch.dtype, block_tokens: int = 16) -> None:
         """Compile and load every kernel that such a cache may call for: nothing may be loaded in a
-        graph's capture, and which kernel a step takes depends on its lengths.
-        """
+        graph's capture, and which kernel a step takes depends on its lengths."""
         for warps in {FEW_WARPS, WARPS[kv_bits]}:
             _kernel(head_dim, kv_bits, DTYPES[dtype], block_tokens, warps).load()
+        load_gather(kv_bits, dtype)
 
     def refuse(self, key: OpKey) -> str | None:
         """None where it can; else why not. See op.ATTENTION for the axes."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 
 import torch
 
@@ -31,11 +31,6 @@ SQUARE_ROWS = 1024
 SQUARE_STEP = 512
 """Lengths that it is prepared for are multiples of this."""
 SQUARE_SM = 90
-OWN_GATHER = False
-"""Keys through gather.cu, which does not know the cache's size. Off: right in its tests on a GPU,
-but no prompt has been timed with it."""
-READ_IN_A_ROW = False
-"""Equal prompts whose blocks follow each other are read where they lie. Off for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +119,6 @@ def _run(
             found = torch.cat((found, found[-1:].expand(padded - keys[0])))
         slots = on_device(found, device)
         return PromptRun(1, first, last, len(found), 0, slots, None, longest, padded)
-    if padded and READ_IN_A_ROW and _lie_in_a_row(prompts, block_tokens):
-        start, total = prompts[0].blocks[0] * block_tokens, sum(keys)
-        return PromptRun(len(prompts), first, last, total, start, None, None, longest, padded)
     q_starts = [0, *accumulate(prompt.q_len for prompt in prompts)]
     k_starts = [0, *accumulate(keys)]
     counts = torch.tensor(q_starts + k_starts, dtype=torch.int32)
@@ -139,12 +131,6 @@ def _run(
 
 def _n_keys(segment: Segment) -> int:
     return segment.kv_len - segment.skip
-
-
-def _lie_in_a_row(prompts: list[Segment], block_tokens: int) -> bool:
-    """Whether the keys of one prompt follow those of another in the cache, with nothing between."""
-    is_whole = all(prompt.kv_len % block_tokens == 0 and not prompt.skip for prompt in prompts)
-    return is_whole and _follow(tuple(chain.from_iterable(prompt.blocks for prompt in prompts)))
 
 
 def _follow(blocks: tuple[int, ...]) -> bool:
@@ -231,11 +217,7 @@ def prepare_lengths(
 
 def _keys(kv: torch.Tensor | Int8KV, run: PromptRun, dtype: torch.dtype) -> torch.Tensor:
     """Keys and values [keys, 2, kv_heads, head_dim]."""
-    if isinstance(kv, Int8KV):
-        index = slice(run.start, run.start + run.n_keys) if run.slots is None else run.slots
-        return kv.tokens(index, dtype)
-    if run.slots is None:
-        return kv.flatten(0, 1)[run.start : run.start + run.n_keys]
-    if OWN_GATHER:
-        return gather_slots(kv, run.slots)
-    return kv.flatten(0, 1).index_select(0, run.slots)
+    if run.slots is not None:
+        return gather_slots(kv, run.slots, dtype)
+    index = slice(run.start, run.start + run.n_keys)
+    return kv.tokens(index, dtype) if isinstance(kv, Int8KV) else kv.flatten(0, 1)[index]

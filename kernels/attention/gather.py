@@ -10,26 +10,47 @@ from functools import cache
 import torch
 
 from kernels.jit.kernel import CudaSource, Kernel, Variant
+from kernels.pack.int8_kv import Int8KV, stored
 
 SOURCE = CudaSource("attention/gather.cu")
 ENTRY = "gather_slots"
 THREADS = 256
 VECTOR_BYTES = 16
-VARIANT = Variant(SOURCE, ENTRY, max_registers=32, threads=THREADS)
-SHIPPED = (VARIANT,)
+DTYPES = {torch.float16: 0, torch.bfloat16: 1}
+
+
+def variant(kv_bits: int, bf16: int) -> Variant:
+    """The compiled kernel for one kind of cache, with its budget. bf16: of what codes become."""
+    defines = {"KV_BITS": kv_bits, "BF16": bf16}
+    return Variant(SOURCE, ENTRY, defines, max_registers=40, threads=THREADS)
+
+
+SHIPPED = (variant(16, 0), variant(8, 0), variant(8, 1))
 
 
 @cache
-def _kernel() -> Kernel:
-    return VARIANT.kernel()
+def _kernel(kv_bits: int, bf16: int) -> Kernel:
+    return variant(kv_bits, bf16).kernel()
 
 
-def gather_slots(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """kv [blocks, block_tokens, 2, kv_heads, head_dim], a slot of whole 16 bytes; slots i32[K],
-    block * block_tokens + offset, below its size, which nobody checks: [K, 2, kv_heads, head_dim].
+def load_gather(kv_bits: int, dtype: torch.dtype) -> None:
+    """Compile and load the kernel of such a cache for the current device."""
+    _kernel(kv_bits, DTYPES[dtype] if kv_bits == 8 else 0).load()
+
+
+def gather_slots(
+    kv: torch.Tensor | Int8KV, slots: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values [K, 2, kv_heads, head_dim] in `dtype` of the slots i32[K], block * block_tokens +
+    offset each, below the cache's size, which nobody checks. A head is whole 16 bytes of the cache,
+    which holds codes, or `dtype`, fp16 or bf16.
     """
-    out = torch.empty(len(slots), *kv.shape[2:], dtype=kv.dtype, device=kv.device)
-    vectors = kv[0, 0].numel() * kv.element_size() // VECTOR_BYTES
-    grid = -(-len(slots) * vectors // THREADS)
-    _kernel().launch((grid, 1, 1), (THREADS, 1, 1), kv, slots, out, len(slots), vectors)
+    codes, scales, bits = stored(kv)
+    _, _, both, kv_heads, head_dim = codes.shape
+    out = torch.empty(len(slots), both, kv_heads, head_dim, dtype=dtype, device=codes.device)
+    head_vectors = head_dim * codes.element_size() // VECTOR_BYTES
+    grid = -(-len(slots) * both * kv_heads * head_vectors // THREADS)
+    _kernel(bits, DTYPES[dtype] if bits == 8 else 0).launch(
+        (grid, 1, 1), (THREADS, 1, 1), codes, scales, slots, out, len(slots), kv_heads, head_vectors
+    )
     return out

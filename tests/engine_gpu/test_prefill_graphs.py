@@ -18,10 +18,8 @@ from engine_actor.core.plan import OverlapMode, PrefillChunk
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
 from engine_actor.model.batch_inputs import BatchInputs
-from engine_actor.model.kv_store import KVStore
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.work.inputs import build_prefill
-from kernels.attention import cuda_prompt
 from tests.engine.real_engine import BLOCK, Loaded, load, texts
 from tests.engine_gpu.broken_captures import failing, unrecordable
 
@@ -158,14 +156,15 @@ def test_the_cache_moves_between_prompts(folder: Callable[[str], Path]) -> None:
     del keep
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_graphs_outlive_the_growth_of_a_cache_that_stays(
-    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folder: Callable[[str], Path], kv_dtype: str
 ) -> None:
     """Blocks that were not there yet as they were captured are read like all others, by a gather
     that does not know how many there are."""
-    monkeypatch.setattr(cuda_prompt, "OWN_GATHER", True)
-    monkeypatch.setattr(KVStore, "place", KVStore.addresses)
-    runner, twin = prepared(folder("llama")).runner, prepared(folder("llama")).runner
+    runner, twin = (runner_of(folder("llama"), kv_dtype) for _ in range(2))
+    for made in (runner, twin):
+        made.prepare_prefill(MOST, CONTEXT)
     twin.resize_kv(16 * EACH)
     wanted = run_all(twin, 1)
     runner.reserve_kv(16 * EACH)

@@ -87,24 +87,6 @@ def test_only_equal_prompts_without_padding_are_one_batch() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(
-    ("second", "start"), [(range(259, 515), 12), (range(260, 516), None), (range(258, 514), None)]
-)
-def test_equal_prompts_that_follow_each_other_are_read_where_they_lie(
-    second: range, start: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_prompt, "READ_IN_A_ROW", True)
-    lists = [list(range(3, 259)), list(second)]
-    (run,) = plan_attention_cuda([1024] * 2, [1024] * 2, lists, BLOCK, torch.device("cpu")).prompts
-    assert (run.count, run.padded, run.n_keys) == (2, 1024, 2048)
-    if start is None:
-        assert run.slots is not None
-        assert run.slots[1024:1028].tolist() == [BLOCK * second[0] + i for i in range(4)]
-    else:
-        assert (run.slots, run.start) == (None, start)
-
-
-@pytest.mark.usefixtures("hopper")
 def test_chunks_behind_cached_tokens_and_windows_take_flash_attention() -> None:
     assert [run.padded for run in runs([1024], [1040])] == [0]
     assert [run.padded for run in runs([1024, 1024], [1024, 1024], window=4096)] == [0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention import cuda_prompt
 from kernels.attention.cuda import (
     ABSENT,
     CudaAttention,
@@ -141,18 +140,6 @@ def test_a_prompt_in_consecutive_blocks_is_read_where_it_lies() -> None:
             assert run(case, 8, 2, 128, "float16", int8) < ATTENTION.allowed("float16")
             error = run(case, 8, 2, 128, "float16", int8, window=100)
             assert error < ATTENTION.allowed("float16")
-
-
-def test_equal_prompts_in_consecutive_blocks_are_read_where_they_lie(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cuda_prompt, "READ_IN_A_ROW", True)
-    count = 1024 // BLOCK_TOKENS
-    lists = tuple(tuple(range(2 + i * count, 2 + (i + 1) * count)) for i in range(3))
-    case = Case((1024,) * 3, (1024,) * 3, lists, 3 * count + 4)
-    for name in DTYPES:
-        for int8 in (False, True):
-            assert run(case, 4, 2, 128, name, int8) < ATTENTION.allowed(name)
 
 
 def test_scores_far_apart() -> None:

@@ -84,13 +84,16 @@ def test_staged_as_in_torch(keys: int) -> None:
                 assert torch.equal(got, want), (name, field.name)
 
 
-def test_slots_are_gathered() -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_slots_are_gathered(dtype: torch.dtype) -> None:
+    """Bit for bit as in torch, codes as well."""
     for kv_heads, head_dim in ((2, 128), (1, 64), (5, 96)):
-        kv = torch.randn(9, BLOCK_TOKENS, 2, kv_heads, head_dim, device="cuda").half()
+        kv = torch.randn(9, BLOCK_TOKENS, 2, kv_heads, head_dim, device="cuda").to(dtype)
+        codes = as_int8(kv)
         for count in (1, 7, 300):
             slots = torch.randint(9 * BLOCK_TOKENS, (count,), dtype=torch.int32, device="cuda")
-            want = kv.flatten(0, 1)[slots.long()]
-            assert torch.equal(gather_slots(kv, slots), want)
+            assert torch.equal(gather_slots(kv, slots, dtype), kv.flatten(0, 1)[slots.long()])
+            assert torch.equal(gather_slots(codes, slots, dtype), codes.tokens(slots, dtype))
 
 
 @pytest.mark.parametrize("int8", [False, True])
