@@ -22,11 +22,7 @@ from kernels.attention.cuda import (  # noqa: E402
     static_plan_cuda,
 )
 from kernels.attention.cuda_prompt import JOINED_KEYS, prepare_lengths  # noqa: E402
-from kernels.attention.decode_heads import (  # noqa: E402
-    DecodeHeads,
-    HeadsFn,
-    load_decode_heads,
-)
+from kernels.attention.decode_heads import DecodeHeads, HeadsFn, load_decode_heads  # noqa: E402
 from kernels.attention.exact import attention_exact  # noqa: E402
 from kernels.attention.op import AttentionPlan, plan_attention  # noqa: E402
 from kernels.attention.sdpa import attention_sdpa  # noqa: E402
@@ -44,6 +40,7 @@ from kernels.jit.host_memory import PinnedBytes  # noqa: E402
 from kernels.jit.mapped_memory import CudaMemory, why_no_virtual_memory  # noqa: E402
 from kernels.jit.virtual_memory import MemoryDriver, VirtualPool, full_bytes  # noqa: E402
 from kernels.kv.cuda import CudaStore, HeadCounts  # noqa: E402
+from kernels.kv.fetch import Fetch  # noqa: E402
 from kernels.kv.host_copy import (  # noqa: E402
     copy_blocks,
     copy_blocks_plainly,
@@ -125,6 +122,7 @@ __all__ = [
     "GreenContextRefused",
     "HeadLayout",
     "HeadNorms",
+    "Fetch",
     "HeadsFn",
     "JOINED_KEYS",
     "Int8KV",

@@ -108,21 +108,24 @@ class _Scored:
 
 
 class _Reply:
-    """Where one batch of up to `rows` is told, on the device and on the host."""
+    """Where one batch of up to `rows` is told. Page-locked memory the kernels write themselves: a
+    copy in the stream keeps the next step waiting.
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.rows = rows
         self.outcome = ops.new_outcome(rows, device)
         self.done = torch.Event(device=device)
-        self._lease = ops.page_locked(device).lease(9 * rows)
-        self._host = self._lease.memory
+        self.lease = ops.page_locked(device).lease(9 * rows)
+        self._host = self.lease.memory
         self._tokens = self._host.numpy()[: 8 * rows].view("int64")
         self._finite = self._host.numpy()[8 * rows :]
+        self.outcome.host = self._host if self._host.is_pinned() else None
 
     def start(self) -> None:
         """Behind all work on it."""
-        self._host.copy_(self.outcome.packed, non_blocking=True)
-        self._lease.note()
+        if self.outcome.host is None:
+            self._host.copy_(self.outcome.packed)
         self.done.record()
 
     def read(self, count: int) -> tuple[list[int], list[int]]:
@@ -189,10 +192,13 @@ class DeviceSampling:
         outcome.by_slot = token_buffer
         outcome.slots = None if token_buffer is None else self._places(slots)
         chosen = [i for i, row in enumerate(rows) if not row.sampling.greedy or is_edited(row)]
-        if len(chosen) < len(rows):
-            self._argmax_of(len(rows))(logits, outcome)
-        if chosen:
-            self._choose(self._room_for(len(chosen)), logits, rows, chosen, outcome)
+        try:
+            if len(chosen) < len(rows):
+                self._argmax_of(len(rows))(logits, outcome)
+            if chosen:
+                self._choose(self._room_for(len(chosen)), logits, rows, chosen, outcome)
+        finally:
+            reply.lease.note()  # what has been launched writes there, whatever failed behind it
         scored = self._score(logits, rows, outcome.tokens)
         reply.start()
         return _Pending([row.key for row in rows], reply, scored, self._replies.append)

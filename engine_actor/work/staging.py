@@ -56,6 +56,7 @@ class PinnedStaging:
     ) -> None:
         self._device = device
         self._record = record
+        self._fetch = ops.Fetch(device) if pin and device.type == "cuda" else None
         self._memory = ops.page_locked(device if pin else torch.device("cpu"))
         self._buffers = [self._memory.lease(_LEAST_BYTES) for _ in range(RING)]
         self._copied: list[Copied | None] = [None] * RING
@@ -81,4 +82,6 @@ class PinnedStaging:
         return there[:n_wide].view(torch.int64), there[n_wide:].view(torch.int32)
 
     def _send(self, staged: torch.Tensor) -> torch.Tensor:
+        if self._fetch is not None:
+            return self._fetch(staged)
         return staged.to(self._device, non_blocking=True, copy=True)

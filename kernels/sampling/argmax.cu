@@ -1,8 +1,10 @@
 // Index of the largest logit of each row: the lowest where several are equal, a NaN above all.
 //
-// grid (BLOCKS_A_ROW, rows), block 256. A value and its index become one 64-bit number that orders
+// grid (blocks a row, rows), block 256. A value and its index become one 64-bit number that orders
 // as they do, so a row's blocks join by one atomicMax; the last to finish, by a counter, hands the
 // answer out and sets both back to zero for the next launch.
+
+#include "told.cuh"
 
 constexpr int THREADS = 256;
 typedef unsigned long long u64;
@@ -16,12 +18,12 @@ __device__ __forceinline__ u64 ranked(float value, int index) {
     return u64(order) << 32 | unsigned(~index);
 }
 
-// logits f32[rows, width], `pitch` apart; tokens i64[rows]; finite u8[rows]: whether that logit is;
-// best u64[rows] and counters u32[rows]: zero before and after. by_slot, if any: the token of row r
-// also goes to by_slot[slots[r]], i64.
+// logits f32[rows, width], `pitch` apart; best u64[rows] and counters u32[rows]: zero before and after;
+// from tokens to slots as in Told, finite: whether that logit is.
 extern "C" __global__ void __launch_bounds__(THREADS)
-argmax_rows(const float* logits, long long* tokens, unsigned char* finite, u64* best,
-            unsigned* counters, long long* by_slot, const long long* slots, int width, int pitch) {
+argmax_rows(const float* logits, u64* best, unsigned* counters, long long* tokens,
+            unsigned char* finite, long long* host_tokens, unsigned char* host_finite,
+            long long* by_slot, const long long* slots, int width, int pitch) {
     const int row = blockIdx.y;
     const float* values = logits + size_t(row) * pitch;
     u64 mine = 0;
@@ -44,7 +46,7 @@ argmax_rows(const float* logits, long long* tokens, unsigned char* finite, u64* 
     if (atomicAdd(counters + row, 1u) != gridDim.x - 1) return;
     const int token = int(~unsigned(atomicExch(best + row, 0ull)));
     counters[row] = 0;
-    tokens[row] = token;
-    if (by_slot) by_slot[slots[row]] = token;
-    finite[row] = fabsf(values[token]) < __int_as_float(0x7f800000);  // infinity
+    const Told told = {tokens, finite, host_tokens, host_finite, by_slot, slots};
+    told.token(row, token);
+    told.is_finite(row, fabsf(values[token]) < __int_as_float(0x7f800000));  // infinity
 }

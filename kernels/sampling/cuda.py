@@ -6,6 +6,7 @@ be captured in a graph. One belongs to one stream: its counters are zero only be
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,6 +22,8 @@ EDIT_CHUNK = 4096
 CHUNK_PART_WORDS = 3
 """draw.cuh's ChunkPart, in 4-byte words."""
 BLOCKS_A_ROW = 32
+MOST_BLOCKS = 128
+"""Of an argmax over few rows: a thread's reads wait for one another."""
 ROW_STATE_BYTES = 4 * (2 * 2048 + 4)
 """draw.cu's RowState."""
 
@@ -47,7 +50,8 @@ def _kernel(entry: str) -> Kernel:
 class Outcome:
     """Where up to R rows of a batch are told: tokens i64[R], finite u8[R] (whether the row has a
     finite maximum; else its token is any id), both views of `packed` u8[9 R], one copy to the host.
-    The token of row r also goes to by_slot[slots[r]], i64 both, where there is one.
+    Where there is `host`, u8[9 R] of page-locked memory, it is told the same at once. The token of
+    row r also goes to by_slot[slots[r]], i64 both, where there is one.
     """
 
     tokens: torch.Tensor
@@ -55,6 +59,17 @@ class Outcome:
     packed: torch.Tensor
     by_slot: torch.Tensor | None = None
     slots: torch.Tensor | None = None
+    host: torch.Tensor | None = None
+
+    def places(self) -> tuple[object, ...]:
+        """As include/told.cuh has them. The host's by address: a launch takes no tensor that torch
+        calls the CPU's.
+        """
+        host: tuple[object, object] = (None, None)
+        if self.host is not None:
+            at = self.host.data_ptr()
+            host = struct.pack("P", at), struct.pack("P", at + 8 * self.tokens.shape[0])
+        return (self.tokens, self.finite, *host, self.by_slot, self.slots)
 
 
 def new_outcome(rows: int, device: torch.device) -> Outcome:
@@ -86,15 +101,12 @@ class DeviceArgmax:
         """
         rows, width = logits.shape
         _kernel("argmax_rows").launch(
-            (BLOCKS_A_ROW, rows, 1),
+            (max(BLOCKS_A_ROW, MOST_BLOCKS // rows), rows, 1),
             (THREADS, 1, 1),
             logits,
-            outcome.tokens,
-            outcome.finite,
             self._ranked,
             self._counters,
-            outcome.by_slot,
-            outcome.slots,
+            *outcome.places(),
             width,
             logits.stride(0),
         )
@@ -190,10 +202,7 @@ class DeviceSampler:
             self._cutoffs,
             self._sums,
             self._parts,
-            outcome.tokens,
-            outcome.finite,
-            outcome.by_slot,
-            outcome.slots,
+            *outcome.places(),
             first,
             self.width,
             self._chunks,

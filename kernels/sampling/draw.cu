@@ -7,6 +7,7 @@
 // All: grid (blocks a row, rows), block 256; blocks of a row meet by counters that go back to zero.
 // `asked` are the rows of the batch, of which those from `first_row` on are drawn.
 #include "draw.cuh"
+#include "told.cuh"
 
 struct RowState {  // zero before the first launch, and again after the last
     unsigned counts[BINS], weights[BINS];
@@ -218,28 +219,22 @@ __device__ __forceinline__ int where_passed(const float* row, int first, int las
     return found;
 }
 
-__device__ __forceinline__ void tell(int token, const Row& draw, long long* tokens,
-                                     long long* by_slot, const long long* slots) {
-    tokens[draw.row] = token;
-    if (by_slot) by_slot[slots[draw.row]] = token;
-}
-
-// sums u32[rows, blocks]. Told of a row at its place in the batch: tokens i64; finite u8, whether the row is a
-// distribution at all; by_slot i64, if any, at the row's of slots i64.
+// sums u32[rows, blocks]; from tokens to slots as in Told, of the batch.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 draw_tokens(const float* probabilities, const Row* asked, RowState* states, const float* cutoffs,
             unsigned* sums, const ChunkPart* parts, long long* tokens, unsigned char* finite,
-            long long* by_slot, const long long* slots, int first_row, int width, int chunks) {
+            long long* host_tokens, unsigned char* host_finite, long long* by_slot,
+            const long long* slots, int first_row, int width, int chunks) {
+    const Told told = {tokens, finite, host_tokens, host_finite, by_slot, slots};
     const Row draw = asked[first_row + blockIdx.y];
     const float* row = probabilities + size_t(blockIdx.y) * width;
     if (blockIdx.x == 0 && threadIdx.x < 32) {
         const Softmax softmax = join_parts(parts + blockIdx.y * chunks, chunks);
         const float infinity = -MINUS_INFINITY;  // a NaN or an infinity makes `inverse` NaN
         const bool is_finite = fabsf(softmax.largest) < infinity && softmax.inverse > 0.f;
-        if (threadIdx.x == 0) finite[draw.row] = is_finite;
+        if (threadIdx.x == 0) told.is_finite(draw.row, is_finite);
         // Of a broken row any id will do: it is told.
-        if (threadIdx.x == 0 && draw.greedy)
-            tell(min(softmax.place, width - 1), draw, tokens, by_slot, slots);
+        if (threadIdx.x == 0 && draw.greedy) told.token(draw.row, min(softmax.place, width - 1));
     }
     if (draw.greedy) return;
     const float cutoff = cutoffs[blockIdx.y];
@@ -263,5 +258,5 @@ draw_tokens(const float* probabilities, const Row* asked, RowState* states, cons
     const int each = (width + gridDim.x - 1) / gridDim.x;
     const int first = min(block * each, width), last = min(first + each, width);
     const int token = where_passed(row, first, last, cutoff, target - before);
-    if (threadIdx.x == 0) tell(min(token, width - 1), draw, tokens, by_slot, slots);
+    if (threadIdx.x == 0) told.token(draw.row, min(token, width - 1));
 }

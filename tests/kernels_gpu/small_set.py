@@ -112,7 +112,7 @@ AMPERE, HOPPER = strip_gemm.TILES, strip_gemm_hopper.TILES
 CASES: dict[str, Callable[[], None]] = {
     "attention/paged_decode.cu fp16": partial(attention, False, None),
     "attention/paged_decode.cu int8": partial(attention, True, 33),
-    "attention/gather.cu": test_static_prompts.test_slots_are_gathered,
+    "attention/gather.cu": partial(test_static_prompts.test_slots_are_gathered, torch.float16),
     "attention/decode_heads.cu fp16": partial(decode_heads, False),
     "attention/decode_heads.cu int8": partial(decode_heads, True),
     "kv/write.cu": partial(test_kv_cuda.test_store, 5, 64, 9, 3, "float16", True),
@@ -120,6 +120,7 @@ CASES: dict[str, Callable[[], None]] = {
         test_kv_cuda.test_int8_values_are_quantised_as_the_reference_does, 64, "float16"
     ),
     "kv/host_copy.cu": partial(test_host_copy.test_both_ways_as_torch_does, "odd_sizes", 3, 7),
+    "kv/fetch.cu": partial(test_host_copy.test_few_bytes_are_fetched, 37),
     "kv/stage.cu": partial(test_stage_cuda.test_rows_and_padding_as_in_torch, 3, 4, 5),
     "kv/stage_prompts.cu": partial(test_static_prompts.test_staged_as_in_torch, 1000),
     "sampling/argmax.cu": partial(test_sampling_cuda.test_argmax, 300),

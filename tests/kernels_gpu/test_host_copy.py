@@ -12,6 +12,7 @@ import torch
 
 from kernels.jit.driver import driver
 from kernels.jit.host_memory import PinnedBytes
+from kernels.kv.fetch import MOST_FETCHED, Fetch
 from kernels.kv.host_copy import copy_blocks, copy_blocks_plainly
 
 pytestmark = pytest.mark.gpu
@@ -88,3 +89,11 @@ def test_a_thread_without_a_context_gives_it_back() -> None:
     other.start()
     other.join()
     assert not is_locked()
+
+
+@pytest.mark.parametrize("count", [1, 16, 37, 5000, MOST_FETCHED + 1])
+def test_few_bytes_are_fetched(count: int) -> None:
+    host = torch.randint(0, 256, (2 * MOST_FETCHED,), dtype=torch.uint8).pin_memory()
+    got = Fetch(torch.device("cuda"))(host[:count])
+    assert (got.device.type, got.shape, got.dtype) == ("cuda", (count,), torch.uint8)
+    assert torch.equal(got.cpu(), host[:count])

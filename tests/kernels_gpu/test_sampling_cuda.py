@@ -31,10 +31,18 @@ def sampler_for(logits: torch.Tensor) -> DeviceSampler:
 
 
 def outcome_for(rows: int) -> Outcome:
-    """Poisoned."""
+    """Poisoned, on the host as well."""
     outcome = new_outcome(rows, torch.device("cuda"))
     outcome.packed.fill_(77)
+    outcome.host = torch.full((9 * rows,), 77, dtype=torch.uint8).pin_memory()
     return outcome
+
+
+def host_is_told(outcome: Outcome) -> bool:
+    """The same as the device."""
+    torch.cuda.synchronize()
+    assert outcome.host is not None
+    return torch.equal(outcome.host, outcome.packed.cpu())
 
 
 def sent_to(
@@ -79,11 +87,14 @@ def test_argmax(width: int) -> None:
     argmax = DeviceArgmax(9, logits.device)
     apart = torch.randn(9, width + 5, device="cuda")
     apart[:, :width] = logits
-    for asked in (logits, logits, apart[:, :width]):
-        outcome = outcome_for(9)
+    finite = [1, 1, 1, 0, 0, 1, 0, 1, 1]
+    for asked in (logits, logits[:1], logits[3:5], logits, apart[:, :width]):
+        first, rows = (3, 2) if len(asked) == 2 else (0, len(asked))
+        outcome = outcome_for(rows)
         argmax(asked, outcome)
-        assert outcome.tokens.tolist() == logits.cpu().argmax(-1).tolist()
-        assert outcome.finite.tolist() == [1, 1, 1, 0, 0, 1, 0, 1, 1]
+        assert outcome.tokens.tolist() == asked.cpu().argmax(-1).tolist()
+        assert outcome.finite.tolist() == finite[first : first + rows]
+        assert host_is_told(outcome)
 
 
 def test_rows_of_a_batch_are_told_where_they_stand() -> None:
@@ -91,7 +102,7 @@ def test_rows_of_a_batch_are_told_where_they_stand() -> None:
     logits = torch.randn(4, 5000, device="cuda")
     by_slot = torch.full((8,), -1, device="cuda")
     slots = torch.tensor([6, 0, 3, 5], device="cuda")
-    outcome = new_outcome(4, logits.device)
+    outcome = outcome_for(4)
     outcome.by_slot, outcome.slots = by_slot, slots
     DeviceArgmax(4, logits.device)(logits, outcome)
     device = DeviceSampler(2, 5000, logits.device)
@@ -106,6 +117,7 @@ def test_rows_of_a_batch_are_told_where_they_stand() -> None:
     want[3] = draw_reference(device.probabilities[0], draws[0], uniform(5, 0))
     assert outcome.tokens.tolist() == want
     assert outcome.finite.tolist() == [1, 1, 1, 1]
+    assert host_is_told(outcome)
     assert by_slot.tolist() == [want[1], -1, -1, want[2], -1, want[3], want[0], -1]
 
 
