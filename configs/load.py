@@ -41,13 +41,21 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def cache_dir(variables: Mapping[str, str] | None = None) -> Path:
     """Where prepared models and compiled kernels are kept: DEEPINFER_CACHE_DIR, else
-    ~/.cache/deepinfer-sm86. Raises ConfigError where the user has no home (a container's bare uid).
+    ~/.cache/deepinfer-sm86. Raises ConfigError where the user has no home (a container's bare uid),
+    or the name can be no folder's.
     """
     chosen = (os.environ if variables is None else variables).get(CACHE_DIR, "")
     try:
-        return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "deepinfer-sm86"
+        folder = Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "deepinfer-sm86"
     except RuntimeError:
         raise ConfigError(f"there is no home folder here; set {CACHE_DIR} to a path") from None
+    try:
+        is_taken = folder.exists() and not folder.is_dir()
+    except OSError as error:  # too long, or no way through to it
+        raise ConfigError(f"{CACHE_DIR}: {error.strerror}: {str(folder)[:200]}") from None
+    if is_taken:
+        raise ConfigError(f"{CACHE_DIR}: {folder} is no folder")
+    return folder
 
 
 def wanted_compiler(variables: Mapping[str, str] | None = None) -> str | None:

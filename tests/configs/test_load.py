@@ -72,6 +72,16 @@ def test_the_cache_folder_can_be_moved():
     assert cache_dir({}) == Path.home() / ".cache" / "deepinfer-sm86"
 
 
+def test_a_cache_that_can_be_no_folder_is_refused(tmp_path):
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.raises(ConfigError, match="is no folder"):
+        cache_dir({"DEEPINFER_CACHE_DIR": str(taken)})
+    with pytest.raises(ConfigError, match=r"^DEEPINFER_CACHE_DIR: File name too long") as caught:
+        cache_dir({"DEEPINFER_CACHE_DIR": "x" * 300})
+    assert len(str(caught.value)) < 300
+
+
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     def no_home(*_: object) -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -97,6 +97,12 @@ def test_a_host_is_asked_where_it_listens(
     assert ("RAY_SERVE_ENABLE_HA_PROXY" in options["env_vars"]) == by_haproxy
 
 
+def test_a_cache_that_takes_nothing_is_one_line(monkeypatch, config, tmp_path, capsys):
+    monkeypatch.setenv("DEEPINFER_CACHE_DIR", "/proc")
+    assert main([str(config), "--port", "8100"]) == 2
+    assert capsys.readouterr().err.startswith("error: /proc/run: the configuration cannot be kept")
+
+
 def test_the_default_port_is_8000():
     assert with_port({}, None) == ({"http_options": {}}, 8000)
 
