@@ -99,9 +99,8 @@ class EngineService:
 
         with session.lock:
             if seq > session.last_seq:
-                session.last_seq = seq
-                session.last_reply = self._loop.call(run)
-            reply = session.last_reply if seq == session.last_seq else None
+                session.keep(seq, self._loop.call(run))
+            reply = session.replies.get(seq)
         if reply is None:
             return seq, [], astuple(self._load)
         if any(isinstance(message, Submit) for message in decoded) or self._loop.fatal:

@@ -15,21 +15,30 @@ from engine_actor.events import StepEvents
 from engine_actor.subscribers import Subscriber
 
 Rejected = list[tuple[int, str]]
+KEPT_REPLIES = 16
+"""More than a client has posts in flight."""
 
 
 @dataclass(slots=True)
 class Session:
     """One attachment of one client. `first_seq`: posts with smaller numbers were meant for an
-    earlier one. `last_seq`, `last_reply`: its newest post, kept so that the same post asked again
-    is answered and not run again.
+    earlier one. `last_seq`: its newest post. `replies`: of the newest ones, so that a post that is
+    asked again is answered and not run again.
     """
 
     subscriber: Subscriber
     seen: float
     first_seq: int = 0
     last_seq: int = -1
-    last_reply: Future[Rejected] | None = None
+    replies: dict[int, Future[Rejected]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def keep(self, seq: int, reply: Future[Rejected]) -> None:
+        """Of the newest post; under the lock."""
+        self.last_seq = seq
+        self.replies[seq] = reply
+        if len(self.replies) > KEPT_REPLIES:
+            del self.replies[min(self.replies)]
 
 
 class Sessions:

@@ -27,11 +27,15 @@ class PortInterrupted(Exception):
 
 class EnginePort(Protocol):
     """One engine. Every method raises PortDied once the engine is gone. `carrier`: what posts and
-    events go over now, in words, for operators. `post` may send at once, before it is awaited.
+    events go over now, in words, for operators. `most_posts`: that may be in flight now, their
+    replies awaited in order; `post` may send at once, before it is awaited.
     """
 
     @property
     def carrier(self) -> str: ...
+
+    @property
+    def most_posts(self) -> int: ...
 
     async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]: ...
 
@@ -60,6 +64,7 @@ class LocalPort:
     """A port to a service in this process. `kill()` makes it look like a dead actor."""
 
     carrier = "this process"
+    most_posts = 1
 
     def __init__(self, service: Any) -> None:
         self._service = service

@@ -27,6 +27,7 @@ class RayPort:
     """One engine actor. A port never outlives its actor: after PortDied resolve a new one."""
 
     carrier = "ray"
+    most_posts = 1
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor

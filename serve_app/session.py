@@ -1,13 +1,14 @@
-"""One attachment to one engine: an ordered post in flight, one events stream, until either ends.
+"""One attachment to one engine: ordered posts in flight, one events stream, until either ends.
 
-Back-to-back calls to an async actor are not run in order, so exactly one post is in flight; it
-carries all that gathered meanwhile, keeps the lease alive, and its reply says what was refused.
-Knows nothing of requests or text.
+Back-to-back calls to an async actor are not run in order, so over Ray one post is in flight, which
+carries all that gathered meanwhile; over a socket there may be several. They keep the lease alive,
+and their replies say what was refused. Knows nothing of requests or text.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -83,7 +84,9 @@ class Session:
         self._post_seqs = post_seqs
         self._beat_s = beat_s
         self._owner = owner
-        self._begun: Post | None = None
+        self._pending: deque[Post] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
 
     async def run(self) -> None:
         """Never returns normally. Raises PortDied, SessionLost, or what the port raised."""
@@ -96,39 +99,68 @@ class Session:
         finally:
             for task in tasks:
                 task.cancel()
+            self._mailbox.on_put = None
             await asyncio.wait(tasks)
-            if self._begun is not None:
-                self._begun.reply.close()
+            for post in self._pending:
+                post.reply.close()
         for task in done:
             task.result()
         raise SessionLost("a session loop ended")
 
     async def _post_forever(self) -> None:
+        self._mailbox.on_put = self._pump
+        self._pump()
         while True:
-            post = await self._mailbox.take(self._beat_s, self._begin)
+            if not self._pending and not await self._posted(self._beat_s):
+                self._begin([Beat()])
+            if self._failure is not None:
+                raise self._failure
+            post = self._pending[0]
             _, rejected, load = await self._reply(post)
+            self._pending.popleft()
             for rid, code in rejected:
                 self._demux.reject(rid, code)
             self._demux.accept([item.rid for item in post.messages if isinstance(item, Submit)])
             self._owner.heard(load)
+            self._pump()
 
-    def _begin(self, messages: list[Message]) -> Post:
-        """Called within whoever puts the first message, so what the port can do at once is done."""
-        seq, encoded = next(self._post_seqs), encode_messages(messages or [Beat()])
+    def _pump(self) -> None:
+        """Post what has gathered, as far as there may be one more post in flight. Called by whoever
+        puts a message, whom a failure of ours does not concern."""
+        if not len(self._mailbox) or len(self._pending) >= self._port.most_posts:
+            return
+        try:
+            self._begin(self._mailbox.take())
+        except Exception as error:
+            self._failure = error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _begin(self, messages: list[Message]) -> None:
+        seq, encoded = next(self._post_seqs), encode_messages(messages)
         reply = self._port.post(self._client, seq, encoded)
-        self._begun = Post(seq, messages, encoded, reply)
-        return self._begun
+        self._pending.append(Post(seq, messages, encoded, reply))
+
+    async def _posted(self, at_most_s: float) -> bool:
+        """Wait for a post. False where there was none in that time."""
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        timer = loop.call_later(at_most_s, _resolve, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+        return bool(self._pending) or self._failure is not None
 
     async def _reply(self, post: Post) -> Reply:
         """One post, asked again with the same seq while it is unknown whether it arrived."""
-        self._begun = None
         for attempt in range(MAX_RETRIES):
             try:
                 return await post.reply
             except PortInterrupted:
                 await asyncio.sleep(RETRY_S * 2**attempt)
                 post.reply = self._port.post(self._client, post.seq, post.encoded)
-        post.reply.close()
         raise SessionLost("post was interrupted again and again")
 
     async def _read_forever(self) -> None:
@@ -165,3 +197,8 @@ class Session:
         self._owner.heard(None)
         if lost:
             raise SessionLost("the engine says that it is lost")
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -18,6 +18,8 @@ from serve_app.client import EnginePort, PortInterrupted, Reply
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 BROKEN = (OSError, asyncio.IncompleteReadError)
 """How a connection ends that was not closed by us."""
+MOST_POSTS = 8
+"""In flight: in a burst the next request is not kept waiting for the answer to the one before."""
 
 
 class SocketPort:
@@ -30,12 +32,19 @@ class SocketPort:
         self._find = find
         self._address: SocketAddress | None = None
         self._posting: Connection | None = None
-        self._answering: Connection | None = None
+        self._detours = 0
 
     @property
     def carrier(self) -> str:
         """See EnginePort."""
         return self._port.carrier if self._address is None else "loopback socket"
+
+    @property
+    def most_posts(self) -> int:
+        """See EnginePort. A connection keeps their order; what takes another way goes alone."""
+        if self._address is None:
+            return self._port.most_posts
+        return 1 if self._posting is None or self._detours else MOST_POSTS
 
     async def attach(self, client: str, protocol: int, first_seq: int = 0) -> dict[str, Any]:
         """See EngineService.attach."""
@@ -53,12 +62,11 @@ class SocketPort:
         try:
             call = pack_frame(("post", client, seq, messages))
         except ValueError:  # an integer that msgpack cannot carry; Ray can
-            return self._port.post(client, seq, messages)
-        connection, self._posting = self._posting, None
-        self._answering = connection
-        if connection is not None:
-            connection[1].write(call)
-        return self._posted(connection, call, (client, seq, messages))
+            self._detours += 1
+            return self._detour(client, seq, messages)
+        if self._posting is not None:
+            self._posting[1].write(call)
+        return self._posted(self._posting, call, (client, seq, messages))
 
     async def _posted(
         self,
@@ -68,13 +76,19 @@ class SocketPort:
     ) -> Reply:
         try:
             if connection is None:
-                connection = self._answering = await self._connect()
+                connection = self._posting = await self._connect()
                 connection[1].write(call)
             reply: Reply = await self._answer(connection)
             return reply
         except BROKEN:
             self._address = None
         return await self._port.post(*post)
+
+    async def _detour(self, client: str, seq: int, messages: list[tuple[Any, ...]]) -> Reply:
+        try:
+            return await self._port.post(client, seq, messages)
+        finally:
+            self._detours -= 1
 
     async def events(
         self, client: str, epoch: int, from_seq: int, max_items: int = 5000
@@ -107,24 +121,22 @@ class SocketPort:
 
     def close(self) -> None:
         """Drop the connection. Idempotent."""
-        for connection in (self._posting, self._answering):
-            if connection is not None:
-                connection[1].close()
-        self._posting = self._answering = None
+        if self._posting is not None:
+            self._posting[1].close()
+            self._posting = None
         self._port.close()
 
     async def _answer(self, connection: Connection) -> Any:
-        """To one call on the standing connection, which does not survive an answer left unread."""
+        """To the oldest call on a connection, which does not survive an answer left unread."""
         try:
-            answer = result_of(await read_frame(connection[0]))
+            return result_of(await read_frame(connection[0]))
         except EngineRestarted:
-            self._posting = connection
             raise
         except BaseException:
             connection[1].close()
+            if self._posting is connection:
+                self._posting = None
             raise
-        self._posting = connection
-        return answer
 
     async def _events(
         self, client: str, epoch: int, from_seq: int, max_items: int

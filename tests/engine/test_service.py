@@ -12,6 +12,7 @@ from engine_actor.core.params import SamplingParams
 from engine_actor.errors import EngineRestarted
 from engine_actor.messages import Cancel, Evict, Flag, Submit, encode_messages
 from engine_actor.service import EngineService
+from engine_actor.sessions import KEPT_REPLIES
 from tests.doubles.scripted_runner import HashRunner
 from tests.engine.service_client import EPOCH, WAIT_S, Client, Reading, bounded, serving, submit
 
@@ -61,6 +62,24 @@ def test_a_post_runs_once_however_often_it_is_sent() -> None:
         assert (await service.post("c", 0, encode_messages([submit(3)])))[:2] == (0, [])
         await Client(service).read_until_end(1)
         assert (await service.metrics_snapshot())["requests_received_total"] == 2
+
+    with serving() as service:
+        bounded(scene(service))
+
+
+def test_each_of_the_last_posts_is_answered_for_itself_when_asked_again() -> None:
+    """A client whose connection ended does not know which of those in flight have run."""
+
+    async def scene(service: EngineService) -> None:
+        await service.attach("c", 1)
+        wires = [encode_messages([submit(rid, ())]) for rid in range(KEPT_REPLIES + 3)]
+        replies = [await service.post("c", rid, wire) for rid, wire in enumerate(wires)]
+        for rid, wire in enumerate(wires):
+            again = await service.post("c", rid, wire)
+            kept = replies[rid][:2] if rid >= 3 else (rid, [])
+            assert again[:2] == kept
+        received = (await service.metrics_snapshot())["requests_received_total"]
+        assert received == len(wires)
 
     with serving() as service:
         bounded(scene(service))

@@ -42,50 +42,27 @@ def test_a_mailbox_keeps_order_and_forgets_what_is_withdrawn(steps: list[tuple[s
                 if there:
                     model.remove(submit(rid))
         assert len(mailbox) == len(model)
-        assert await mailbox.take(0, list) == model
+        assert mailbox.take() == model
         assert len(mailbox) == 0
 
     asyncio.run(run())
 
 
-async def test_whoever_puts_the_first_message_hands_it_over() -> None:
-    """Before anything else runs; what comes then waits for the next take, with all the rest."""
-    mailbox, begun = Mailbox(), list[list[Message]]()
-
-    def begin(messages: list[Message]) -> int:
-        begun.append(messages)
-        return len(begun)
-
-    taker = asyncio.create_task(mailbox.take(60, begin))
-    await asyncio.sleep(0)
+def test_whoever_puts_a_message_hands_it_over() -> None:
+    """Before anything else runs; a request's sequences together."""
+    mailbox, taken = Mailbox(), list[list[Message]]()
+    mailbox.put(submit(1))
+    mailbox.on_put = lambda: taken.append(mailbox.take())
     mailbox.put()
-    assert begun == []
-    mailbox.put(submit(1), submit(2))
-    assert begun == [[submit(1), submit(2)]]
-    mailbox.put(submit(3))
-    assert not mailbox.withdraw(2)
+    assert taken == []
+    mailbox.put(submit(2), submit(3))
     mailbox.put(submit(4))
-    assert await taker == 1
-    assert await mailbox.take(60, begin) == 2
-    assert begun[1] == [submit(3), submit(4)]
-    assert await mailbox.take(0.001, begin) == 3
-    assert begun[2] == []
+    assert taken == [[submit(1), submit(2), submit(3)], [submit(4)]]
+    assert not mailbox.withdraw(4)
+    mailbox.on_put = None
     mailbox.put(submit(5))
     mailbox.clear()
     assert not mailbox.withdraw(5)
-
-
-async def test_what_fails_as_it_is_handed_over_is_the_takers() -> None:
-    mailbox = Mailbox()
-
-    def refuse(messages: list[Message]) -> None:
-        raise ValueError(f"{len(messages)} messages")
-
-    taker = asyncio.create_task(mailbox.take(60, refuse))
-    await asyncio.sleep(0)
-    mailbox.put(submit(1))
-    with pytest.raises(ValueError, match="1 messages"):
-        await taker
 
 
 def batch(

@@ -15,11 +15,11 @@ from engine_actor.core.params import SamplingParams
 from engine_actor.errors import EngineRestarted
 from engine_actor.frames import HOST, SocketAddress, pack_frame, read_frame
 from engine_actor.local_socket import LocalSocket
-from engine_actor.messages import Submit, encode_messages
+from engine_actor.messages import Flag, Submit, decode_batch, encode_messages
 from engine_actor.service import EngineService
 from serve_app.client import LocalPort, PortDied
 from serve_app.engine_link import EngineLink
-from serve_app.socket_port import SocketPort
+from serve_app.socket_port import MOST_POSTS, SocketPort
 from tests.doubles.scripted_runner import HashRunner, make_service
 
 pytestmark = pytest.mark.anyio
@@ -141,6 +141,71 @@ async def test_an_integer_that_the_wire_cannot_carry_goes_the_other_way() -> Non
         assert made.around.posts == 1
         await made.port.post("c", 2, [])
         assert made.around.posts == 1, "the socket is still there"
+
+
+async def test_what_goes_the_other_way_goes_alone() -> None:
+    """Or one behind it might overtake it, and it would never be run."""
+    async with bench() as made:
+        port = made.port
+        await port.attach("c", 1)
+        assert port.most_posts == 1, "nothing is connected"
+        await port.post("c", 1, [])
+        assert port.most_posts == MOST_POSTS
+        detour = port.post("c", 2, [("submit", 2**70)])
+        assert port.most_posts == 1
+        assert (await detour)[1] == [(2**70, "invalid")]
+        assert port.most_posts == MOST_POSTS
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_posts_in_flight_are_answered_each_for_itself(breaks: bool) -> None:
+    """In order; where the connection ends, those that had run are not run again."""
+    async with bench() as made:
+        port = made.port
+        await port.attach("c", 1)
+        await port.post("c", 1, [])
+        posts = [port.post("c", rid, [*submit(rid), ("submit", 100 + rid)]) for rid in range(2, 8)]
+        if breaks:
+            assert port._posting is not None
+            port._posting[1].close()
+        for rid, post in enumerate(posts, 2):
+            seq, rejected, _ = await post
+            assert (seq, list(rejected)) == (rid, [(100 + rid, "invalid")])
+        assert made.around.posts == (len(posts) if breaks else 0)
+        ended = set[int]()
+        async for item in port.events("c", 42, 0):
+            batch = decode_batch(item)
+            ended |= {r for r, f in zip(batch.rids, batch.flags, strict=True) if f is Flag.LENGTH}
+            if ended >= set(range(2, 8)):
+                break
+        assert made.service._engine.metrics.value("requests_received_total") == len(posts)
+
+
+async def test_a_burst_is_posted_without_waiting_for_answers() -> None:
+    async with bench() as made:
+        link = await linked(made)
+        assert await read(link) == made.runner.expected(PROMPT, 6)
+        reached, go_on = threading.Event(), threading.Event()
+
+        def hold(inputs: object) -> None:
+            reached.set()
+            go_on.wait(20)
+
+        made.runner.before_layers = hold
+        first = asyncio.create_task(read(link))
+        await asyncio.to_thread(reached.wait, 20)
+        others = [asyncio.create_task(read(link)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert made.port._posting is not None
+        for _ in range(200):
+            if len(link._mailbox) == 0 and made.service._loop._inbox:
+                break
+            await asyncio.sleep(0.01)
+        assert len(link._mailbox) == 0, "all are on their way though the engine answers nobody"
+        go_on.set()
+        for task in (first, *others):
+            assert await task == made.runner.expected(PROMPT, 6)
+        await link.stop()
 
 
 async def test_a_broken_socket_loses_nothing() -> None:
