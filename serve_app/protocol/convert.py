@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine_actor.core.params import MAX_TOP_LOGPROBS, InvalidParam, SamplingParams
 from serve_app.protocol.chat import ChatRequest
@@ -39,24 +40,8 @@ def completion_job(
         logprobs=0 if ranked and request.logprobs is None else request.logprobs,
         prompt_logprobs=request.logprobs if echo else None,
     )
-    return GenerationJob(
-        model=served.name,
-        prompts=tuple(prompts),
-        sampling=sampling,
-        n=n,
-        best_of=best_of,
-        stops=request.stops(),
-        include_stop=bool(request.include_stop_str_in_output),
-        echo=echo,
-        logprobs=request.logprobs,
-        stream=stream[0],
-        include_usage=stream[1],
-        continuous_usage=stream[2],
-        priority=request.priority or 0,
-        deadline_ms=_deadline_ms(request, timeout_s),
-        salt=request.cache_salt or "",
-        trace_id=request.request_id or trace_id,
-    )
+    shared = _shared(request, prompts, served, sampling, stream, timeout_s, trace_id)
+    return replace(shared, n=n, best_of=best_of, echo=echo, logprobs=request.logprobs)
 
 
 def chat_job(
@@ -77,24 +62,9 @@ def chat_job(
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = _fit([prompt], asked, None, served, "messages", name)
     n = request.n or 1
-    return GenerationJob(
-        model=served.name,
-        prompts=(prompt,),
-        sampling=_sampling(request, max_tokens, served, logprobs, None),
-        n=n,
-        best_of=n,
-        stops=request.stops(),
-        include_stop=bool(request.include_stop_str_in_output),
-        logprobs=logprobs,
-        keep_stop_token=False,
-        stream=stream[0],
-        include_usage=stream[1],
-        continuous_usage=stream[2],
-        priority=request.priority or 0,
-        deadline_ms=_deadline_ms(request, timeout_s),
-        salt=request.cache_salt or "",
-        trace_id=request.request_id or trace_id,
-    )
+    sampling = _sampling(request, max_tokens, served, logprobs, None)
+    shared = _shared(request, (prompt,), served, sampling, stream, timeout_s, trace_id)
+    return replace(shared, n=n, best_of=n, logprobs=logprobs, keep_stop_token=False)
 
 
 def require_model(name: str | None, served: ServedModel) -> None:
@@ -111,6 +81,32 @@ def require_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
         raise ApiError(
             "invalid_value", f"{param}: token id {shown} is not in 0..{vocab_size - 1}", param
         )
+
+
+def _shared(
+    request: SharedRequest,
+    prompts: Sequence[EncodedPrompt],
+    served: ServedModel,
+    sampling: SamplingParams,
+    stream: tuple[bool, bool, bool],
+    timeout_s: float | None,
+    trace_id: str,
+) -> GenerationJob:
+    """The job as far as both endpoints ask for the same."""
+    return GenerationJob(
+        model=served.name,
+        prompts=tuple(prompts),
+        sampling=sampling,
+        stops=request.stops(),
+        include_stop=bool(request.include_stop_str_in_output),
+        stream=stream[0],
+        include_usage=stream[1],
+        continuous_usage=stream[2],
+        priority=request.priority or 0,
+        deadline_ms=_deadline_ms(request, timeout_s),
+        salt=request.cache_salt or "",
+        trace_id=request.request_id or trace_id,
+    )
 
 
 def _stream_flags(request: SharedRequest) -> tuple[bool, bool, bool]:
