@@ -46,7 +46,7 @@ STRIP_INLINE unsigned masked_or(unsigned word, unsigned mask, unsigned magic) {
 template <int WIDTH>
 constexpr int MIDDLE = 1 << (WIDTH - 1);
 
-// Where bare_pairs() leaves the codes of rows 0 .. 7 and 8 .. 15 of a strip: bit 0 and this one.
+// Where level() leaves the codes of rows 0 .. 7 and 8 .. 15 of a strip: bit 0 and this one.
 template <int WIDTH>
 constexpr int UPPER_PLACE = WIDTH;
 
@@ -61,77 +61,64 @@ constexpr float LOWER_UNIT = 16777216.0f;
 template <int WIDTH>
 constexpr float UPPER_UNIT = LOWER_UNIT / (1 << UPPER_PLACE<WIDTH>);
 
-// The words of a block to 16 pairs of bare codes: those of even pairs at bit 0, of odd at bit WIDTH.
-STRIP_INLINE void bare_pairs(const unsigned (&words)[4], unsigned (&pairs)[PAIRS]) {
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-    for (int j = 0; j < 4; ++j) {
-        const unsigned low = words[j], high = words[j] >> 8;
-        pairs[4 * j + 0] = low & 0x000f000f, pairs[4 * j + 1] = low & 0x00f000f0;
-        pairs[4 * j + 2] = high & 0x000f000f, pairs[4 * j + 3] = high & 0x00f000f0;
-    }
+// The lowest bit of a pair's codes in either half, where the words' upper codes have been shifted
+// down: of W4 by 8; of W3 in the first word by 8, in the second by 7, in the third by 6, so that the
+// bits that five codes leave over in each come to lie side by side, and are the last pair's.
+template <int WIDTH>
+STRIP_INLINE constexpr int place_of(int pair) {
+    if (WIDTH == 4) return pair % 2 * 4;
+    const int plane = pair / 5, code = pair % 5;
+    return plane == 3 ? 7 : code + plane / 2 < 3 ? 3 * code : 3 * code - 8 + plane;
 }
 
-STRIP_INLINE void bare_pairs(const unsigned (&words)[3], unsigned (&pairs)[PAIRS]) {
-    constexpr unsigned even = 0x00070007, odd = 0x00380038;
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-    for (int plane = 0; plane < 3; plane += 2) {
-        const unsigned word = words[plane];
-        unsigned* const five = pairs + 5 * plane;
-        five[0] = word & even, five[1] = word & odd;
-        five[2] = word >> 6 & even, five[3] = word >> 6 & odd;
-        five[4] = word >> 12 & even;
-    }
-    // The five of the middle word begin with an odd pair.
-    pairs[5] = words[1] << 3 & odd, pairs[6] = words[1] >> 3 & even;
-    pairs[7] = words[1] >> 3 & odd, pairs[8] = words[1] >> 9 & even;
-    pairs[9] = words[1] >> 9 & odd;
-    const unsigned last = words[0] >> 12 & 0x00080008;
-    pairs[15] = masked_or(words[2] >> 10, 0x00200020, masked_or(words[1] >> 11, 0x00100010, last));
-}
+// The fp16 pair 2^(10-b), above which codes at bit b are whole numbers.
+STRIP_INLINE constexpr unsigned ones_at(int place) { return (25u - place) * 0x04000400u; }
 
-// The fp16 pair 2^(10-b) + middle by which pair `pair` of a block is too large.
+// By what a biased pair is too large.
 template <int WIDTH>
 STRIP_INLINE constexpr unsigned bias_of(int pair) {
-    if (WIDTH == 4) return pair % 2 ? 0x54805480u : 0x64086408u;  // 64 + 8, 1024 + 8
-    const int place = pair == PAIRS - 1 ? 0 : pair % 5;
-    return place == 4 ? 0x4d004d00u : place % 2 ? 0x58205820u : 0x64046404u;  // 16, 128, 1024 + 4
+    return ones_at(place_of<WIDTH>(pair)) + (MIDDLE<WIDTH> * 0x00010001u << place_of<WIDTH>(pair));
 }
 
-// The words of a block to 16 biased pairs.
-STRIP_INLINE void biased_pairs(const unsigned (&words)[4], unsigned (&pairs)[PAIRS]) {
+template <bool BIASED>
+STRIP_INLINE unsigned codes_at(unsigned word, unsigned mask, int place) {
+    return BIASED ? masked_or(word, mask << place, ones_at(place)) : word & mask << place;
+}
+
+// The words of a block to 16 pairs of codes, each at its place, bare or biased.
+template <bool BIASED>
+STRIP_INLINE void place_pairs(const unsigned (&words)[4], unsigned (&pairs)[PAIRS]) {
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int j = 0; j < 4; ++j) {
-        const unsigned low = words[j], high = words[j] >> 8;
-        pairs[4 * j + 0] = masked_or(low, 0x000f000f, 0x64006400);
-        pairs[4 * j + 1] = masked_or(low, 0x00f000f0, 0x54005400);
-        pairs[4 * j + 2] = masked_or(high, 0x000f000f, 0x64006400);
-        pairs[4 * j + 3] = masked_or(high, 0x00f000f0, 0x54005400);
+    for (int p = 0; p < PAIRS; ++p) {
+        const unsigned word = p % 4 < 2 ? words[p / 4] : words[p / 4] >> 8;
+        pairs[p] = codes_at<BIASED>(word, 0x000f000f, place_of<4>(p));
     }
 }
 
-STRIP_INLINE void biased_pairs(const unsigned (&words)[3], unsigned (&pairs)[PAIRS]) {
-    unsigned last = 0x64006400;
+template <bool BIASED>
+STRIP_INLINE void place_pairs(const unsigned (&words)[3], unsigned (&pairs)[PAIRS]) {
+    const unsigned upper[3] = {words[0] >> 8, words[1] >> 7, words[2] >> 6};
+    constexpr int last = PAIRS - 1;
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int plane = 0; plane < 3; ++plane) {
-        const unsigned low = words[plane], high = words[plane] >> 6;
-        unsigned* const five = pairs + 5 * plane;
-        five[0] = masked_or(low, 0x00070007, 0x64006400);
-        five[1] = masked_or(low, 0x00380038, 0x58005800);
-        five[2] = masked_or(high, 0x00070007, 0x64006400);
-        five[3] = masked_or(high, 0x00380038, 0x58005800);
-        five[4] = masked_or(high, 0x01c001c0, 0x4c004c00);
-        // The bits that five codes leave over in each word are the last pair's.
-        last = masked_or(words[plane] >> (15 - plane), 0x00010001u << plane, last);
+    for (int p = 0; p < last; ++p) {
+        const int plane = p / 5;
+        const unsigned word = p % 5 + plane / 2 < 3 ? words[plane] : upper[plane];
+        pairs[p] = codes_at<BIASED>(word, 0x00070007, place_of<3>(p));
     }
-    pairs[PAIRS - 1] = last;
+    pairs[last] = codes_at<BIASED>(upper[0], 0x00010001, place_of<3>(last));
+    pairs[last] = masked_or(upper[1], 0x01000100, pairs[last]);
+    pairs[last] = masked_or(upper[2], 0x02000200, pairs[last]);
+}
+
+// Where level() leaves codes of columns 2 c and 2 c + 1 of a lane, of rows 0 .. 7: x of these columns
+// is to be divided by 2 to the power of this, which costs an x below 2^-11 bits at its end.
+template <int WIDTH>
+STRIP_INLINE constexpr int x_place(int c) {
+    return WIDTH == 3 && (c == 3 || c == 4) ? 6 - c : 0;
 }
 
 }  // namespace strip
@@ -158,6 +145,30 @@ STRIP_INLINE void words_of(const uint4 (&vectors)[Layout<WIDTH>::VECTORS], int b
             words[plane] = block == 0 ? v.x : block == 1 ? v.y : block == 2 ? v.z : v.w;
         }
     }
+}
+
+// An fp16 pair times 2 to the power of `of`: exact for codes, on a pipe that has little to do.
+STRIP_INLINE unsigned times_power(unsigned pair, int of) {
+    const unsigned power = static_cast<unsigned>(15 + of) * 0x04000400u;
+    return as_word(__hmul2(as_half2(pair), as_half2(power)));
+}
+
+// Bare codes to places that all sums of a row can share, and x to what that takes. words: 2 j and
+// 2 j + 1 are B of the product whose A are pairs[4 j .. 4 j + 3].
+template <int WIDTH>
+STRIP_INLINE void level(unsigned (&pairs)[PAIRS]) {
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p) {
+        const int by = x_place<WIDTH>(p / 2) + p % 2 * UPPER_PLACE<WIDTH> - place_of<WIDTH>(p);
+        if (by != 0) pairs[p] = times_power(pairs[p], by);
+    }
+}
+
+template <int WIDTH>
+STRIP_INLINE void level_x(unsigned (&words)[8]) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c)
+        if (x_place<WIDTH>(c) != 0) words[c] = times_power(words[c], -x_place<WIDTH>(c));
 }
 
 // Biased to signed codes: pairs[4 j .. 4 j + 3] is then the A fragment of mma step j.

@@ -12,11 +12,7 @@ using strip::as_half2;
 using strip::as_word;
 using strip::masked_or;
 
-// What turns a code into a weight for the two rows of a lane: w = scale * code + offset.
-struct Scales {
-    __half2 scale[2];
-    __half2 offset[2];
-};
+using Scales = strip::RowScales;
 
 // Codes of two columns, in bits BIT .. BIT + WIDTH - 1 of either half of `word`, to weights.
 template <int WIDTH, int BIT, bool WITH_OFFSETS>
@@ -50,26 +46,14 @@ __device__ __forceinline__ void fragments_of(const unsigned (&words)[4], const S
     for (int f = 0; f < 4; ++f) fragment_of<4, WITH_OFFSETS>(words[f], scales, a[f]);
 }
 
-// W3: a word's halves hold five codes each; the sixteenth pair lies in the words' highest bits.
 template <bool WITH_OFFSETS>
 __device__ __forceinline__ void fragments_of(const unsigned (&words)[3], const Scales& scales,
                                              unsigned (&a)[4][4]) {
-    unsigned pairs[16];
+    unsigned pairs[strip::PAIRS];
+    strip::place_pairs<true>(words, pairs);
+    strip::weigh<3, WITH_OFFSETS>(pairs, scales);
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
-        const unsigned upper = words[i] >> 6;
-        pairs[5 * i] = weights_at<3, 0, WITH_OFFSETS>(words[i], scales, 5 * i & 1);
-        pairs[5 * i + 1] = weights_at<3, 3, WITH_OFFSETS>(words[i], scales, (5 * i + 1) & 1);
-        pairs[5 * i + 2] = weights_at<3, 0, WITH_OFFSETS>(upper, scales, 5 * i & 1);
-        pairs[5 * i + 3] = weights_at<3, 3, WITH_OFFSETS>(upper, scales, (5 * i + 1) & 1);
-        pairs[5 * i + 4] = weights_at<3, 6, WITH_OFFSETS>(upper, scales, 5 * i & 1);
-    }
-    unsigned last = words[2] >> 13 & 0x00040004;
-    last = masked_or(words[1] >> 14, 0x00020002, last);
-    last = masked_or(words[0] >> 15, 0x00010001, last);
-    pairs[15] = weights_at<3, 0, WITH_OFFSETS>(last, scales, 1);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) a[i / 4][i % 4] = pairs[i];
+    for (int i = 0; i < strip::PAIRS; ++i) a[i / 4][i % 4] = pairs[i];
 }
 
 }  // namespace gemm

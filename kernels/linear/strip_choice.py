@@ -20,19 +20,27 @@ SHORT_STEPS = 16
 MOST_SHORT = 16
 """A short layer with more strips than so many for each multiprocessor is a head: many waves."""
 
-STREAM_ROWS = {4: 4, 3: 8}
-"""Up to so many rows, by bits, a grid that stays is faster for many strips. 0 switches it off."""
+STREAM_ROWS = 16
+"""Up to so many rows a grid that stays may be faster for many strips. 0 switches it off."""
+STREAM_16 = {4: 16.0, 3: MIDDLE}
+"""Beyond 8 rows it takes more strips than so many for each multiprocessor, by bits."""
+NO_STREAM = {4: (3584,), 3: ()}
+"""Columns of which up to 8 rows are as fast in short blocks, by bits."""
 ONE_WAVE = (16, 20)
 """Strips for each multiprocessor that WAVE_PAIRS has all in flight at once."""
 
 ALONE = {
     4: GemvTile(8, warps=32, unroll=1),
-    3: GemvTile(8, warps=24, unroll=1),
+    3: GemvTile(8, warps=28, unroll=1, signed=True),
 }
-ALONG_K = GemvTile(8, warps=16, unroll=1, resident=2)
+ALONE_SHORT = {4: ALONE[4], 3: GemvTile(8, warps=16, unroll=1, signed=True)}
+ALONG_K = {
+    4: GemvTile(8, warps=16, unroll=1, resident=2),
+    3: GemvTile(8, warps=14, unroll=1, resident=2, signed=True),
+}
 HALF_K = {
     4: GemvTile(8, warps=8, unroll=2, resident=3),
-    3: GemvTile(8, warps=8, unroll=1, resident=3),
+    3: GemvTile(8, warps=9, unroll=1, resident=3, signed=True),
 }
 WIDE = GemvTile(8, warps=4, unroll=1, resident=8, signed=True)
 WIDE_PAIRS = {
@@ -43,13 +51,22 @@ WAVE_PAIRS = GemvTile(8, warps=2, unroll=1, strips=2, resident=10, signed=True)
 WIDE_FOURS = GemvTile(8, warps=4, unroll=1, strips=4, resident=3)
 
 ALONG_K_16 = GemvTile(16, warps=16, unroll=1, prefetch=True, signed=True)
-ALONG_K_PAIRS_16 = GemvTile(16, warps=16, unroll=1, strips=2)
-HALF_K_16 = GemvTile(16, warps=8, unroll=1, resident=3)
+ALONG_K_PAIRS_16 = {
+    4: GemvTile(16, warps=16, unroll=1, strips=2),
+    3: GemvTile(16, warps=16, unroll=1, strips=2, signed=True),
+}
+HALF_K_16 = {
+    4: GemvTile(16, warps=8, unroll=1, resident=3),
+    3: GemvTile(16, warps=8, unroll=1, resident=3, signed=True),
+}
 WIDE_PAIRS_16 = {
     4: GemvTile(16, warps=4, unroll=1, strips=2, resident=5, signed=True),
     3: GemvTile(16, warps=4, unroll=1, strips=2, resident=4, signed=True),
 }
-WIDE_THREES_16 = GemvTile(16, warps=4, unroll=1, strips=3, resident=4, signed=True)
+WIDE_SHORT_16 = {
+    4: GemvTile(16, warps=4, unroll=1, strips=3, resident=4, signed=True),
+    3: GemvTile(16, warps=2, unroll=1, resident=12, signed=True),
+}
 
 ALONG_K_32 = GemvTile(32, warps=16, unroll=1, prefetch=True)
 ALONG_K_PAIRS_32 = GemvTile(32, warps=16, unroll=1, strips=2)
@@ -82,22 +99,24 @@ def choose_stream(
     m: int, weights: StripWeights, sm: int, multiprocessors: int
 ) -> StreamTile | None:
     """For m rows of x: a grid that stays while strips stream by; None where it does not pay."""
-    if m > STREAM_ROWS[weights.bits] or sm != strip_stream.SM:
+    if m > STREAM_ROWS or sm != strip_stream.SM:
         return None
-    share = weights.strips / multiprocessors
-    if share <= MIDDLE or (weights.bits == 4 and share > MOST_SHORT):
-        return None  # a W4 head is bound by memory either way
+    rows = 8 if m <= 8 else 16
+    if weights.strips / multiprocessors <= (MIDDLE if rows == 8 else STREAM_16[weights.bits]):
+        return None
     columns = weights.padded_columns
-    refused = strip_stream.refuse_stream(weights.group, columns)
-    return None if refused else strip_stream.stream_tile(columns)
+    if rows == 8 and columns in NO_STREAM[weights.bits]:
+        return None
+    refused = strip_stream.refuse_stream(weights.group, columns, rows)
+    return None if refused else strip_stream.stream_tile(columns, rows)
 
 
 def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:
     is_short = steps <= SHORT_STEPS
     if share <= 1:
-        return ALONE[bits]
+        return ALONE_SHORT[bits] if is_short else ALONE[bits]
     if share <= FEW:
-        return ALONG_K
+        return ALONG_K[bits]
     if share <= MIDDLE:
         return HALF_K[bits]
     if bits == 4:
@@ -109,8 +128,8 @@ def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:
 
 def _up_to_16(share: float, steps: int, bits: int) -> GemvTile:
     if share <= FEW:
-        return ALONG_K_16 if share <= 1 else ALONG_K_PAIRS_16
+        return ALONG_K_16 if share <= 1 else ALONG_K_PAIRS_16[bits]
     if share <= MIDDLE:
-        return HALF_K_16
+        return HALF_K_16[bits]
     is_short = steps <= SHORT_STEPS and share <= MOST_SHORT
-    return WIDE_THREES_16 if is_short and bits == 4 else WIDE_PAIRS_16[bits]
+    return WIDE_SHORT_16[bits] if is_short else WIDE_PAIRS_16[bits]

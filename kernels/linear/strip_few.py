@@ -13,6 +13,7 @@ from kernels.linear.many_rows import refuse_many_rows, rows_for
 from kernels.linear.strip import StripWeights, to_strips
 from kernels.linear.strip_choice import (
     ALONE,
+    ALONE_SHORT,
     ALONG_K,
     ALONG_K_16,
     ALONG_K_32,
@@ -28,12 +29,18 @@ from kernels.linear.strip_choice import (
     WIDE_FOURS,
     WIDE_PAIRS,
     WIDE_PAIRS_16,
-    WIDE_THREES_16,
+    WIDE_SHORT_16,
     choose_stream,
     choose_tile,
 )
 from kernels.linear.strip_gemv import GemvTile, launch_gemv
-from kernels.linear.strip_stream import StreamTile, launch_stream, stream_tile
+from kernels.linear.strip_stream import (
+    COLUMNS,
+    SHAPES,
+    StreamTile,
+    launch_stream,
+    stream_tile,
+)
 from kernels.linear.weights import LinearFn, Weights
 from kernels.pack.dense_linear import DenseLinear
 from kernels.spec.device import device_info
@@ -181,15 +188,15 @@ SHIPPED = (
         tile.variant(4, 128, offsets=False)
         for tile in (
             ALONE[4],
-            ALONG_K,
+            ALONG_K[4],
             HALF_K[4],
             WIDE,
             WIDE_PAIRS[4],
             ALONG_K_16,
-            ALONG_K_PAIRS_16,
-            HALF_K_16,
+            ALONG_K_PAIRS_16[4],
+            HALF_K_16[4],
             WIDE_PAIRS_16[4],
-            WIDE_THREES_16,
+            WIDE_SHORT_16[4],
             ALONG_K_32,
             ALONG_K_PAIRS_32,
             HALF_K_PAIRS_32,
@@ -201,7 +208,12 @@ SHIPPED = (
         tile.variant(3, 128, offsets=False)
         for tile in (
             ALONE[3],
+            ALONE_SHORT[3],
+            ALONG_K[3],
             HALF_K[3],
+            ALONG_K_PAIRS_16[3],
+            HALF_K_16[3],
+            WIDE_SHORT_16[3],
             WIDE_PAIRS[3],
             WAVE_PAIRS,
             WIDE_FOURS,
@@ -212,28 +224,28 @@ SHIPPED = (
     *(tile.variant(4, 32, offsets=True) for tile in (WIDE, WIDE_PAIRS_16[4])),
     *(
         tile.variant(4, 128, offsets=False, gated=True)
-        for tile in (WIDE, WIDE_PAIRS[4], WIDE_THREES_16, WIDE_32[4])
+        for tile in (WIDE, WIDE_PAIRS[4], WIDE_SHORT_16[4], WIDE_32[4])
     ),
     *(
         tile.variant(4, 128, offsets=False, gated=gated, normed=True)
         for tile, gated in (
-            (ALONG_K, False),
+            (ALONG_K[4], False),
             (HALF_K[4], False),
-            (ALONG_K_PAIRS_16, False),
+            (ALONG_K_PAIRS_16[4], False),
             (WIDE_PAIRS[4], True),
-            (WIDE_THREES_16, True),
+            (WIDE_SHORT_16[4], True),
             (ALONG_K_PAIRS_32, False),
         )
     ),
     *(
         tile.variant(4, 128, offsets=False, carries=carries)
-        for tile in (ALONE[4], ALONG_K, HALF_K[4], WIDE_PAIRS[4], ALONG_K_16, ALONG_K_32)
+        for tile in (ALONE[4], ALONG_K[4], HALF_K[4], WIDE_PAIRS[4], ALONG_K_16, ALONG_K_32)
         for carries in (1, 2)
     ),
     *(
-        stream_tile(columns).variant(bits, 128, offsets=False, gated=gated)
+        stream_tile(COLUMNS * warps, rows).variant(bits, 128, offsets=False, gated=gated)
         for bits in (4, 3)
-        for columns in (2048, 4096)
+        for rows, warps in SHAPES
         for gated in (False, True)
     ),
     stream_tile(4096).variant(4, 128, offsets=True),

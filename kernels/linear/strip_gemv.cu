@@ -155,8 +155,8 @@ __device__ __forceinline__ void unpack_block(const Step& of, int s, int block,
                                              unsigned (&pairs)[strip::PAIRS]) {
     unsigned words[Packed::WORDS];
     strip::words_of<BITS>(of.vectors[s], block, words);
-    if constexpr (BARE) strip::bare_pairs(words, pairs);
-    else strip::biased_pairs(words, pairs);
+    strip::place_pairs<!BARE>(words, pairs);
+    if (BARE) strip::level<BITS>(pairs);
     if constexpr (ON_WEIGHTS) {
         const auto both = [](__half value) { return __half2half2(value); };
         constexpr int per_group = BLOCKS_OF_GROUP;
@@ -189,11 +189,14 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& of, const 
                     for (int s = 0; s < STRIPS; ++s) products[s][b][i] = 0.0f;
                 }
         }
-        Columns columns[TILES];
+        Columns columns[TILES], levelled[TILES];
 #pragma unroll
-        for (int b = 0; b < TILES; ++b)
+        for (int b = 0; b < TILES; ++b) {
             columns[b] = load_columns(x + 8 * b * row_pitch + block * strip::BLOCK,
                                       there[b] - block * strip::BLOCK);
+            levelled[b] = columns[b];
+            if (BARE) strip::level_x<BITS>(levelled[b].words);
+        }
 #pragma unroll
         for (int first = 0; first < STRIPS; first += TOGETHER) {
             unsigned pairs[TOGETHER][strip::PAIRS];
@@ -203,11 +206,14 @@ __device__ __forceinline__ void multiply_step(Sums& sums, const Step& of, const 
             for (int j = 0; j < 4; ++j)
 #pragma unroll
                 for (int b = 0; b < TILES; ++b) {
-                    const unsigned of_x[2] = {columns[b].words[2 * j], columns[b].words[2 * j + 1]};
                     if (X_SUMS && first == 0) {
+                        const unsigned of_x[2] = {columns[b].words[2 * j],
+                                                  columns[b].words[2 * j + 1]};
                         const unsigned rows[4] = {OF_LOWER, OF_UPPER, OF_LOWER, OF_UPPER};
                         mma_half(x_sums[b], rows, of_x);
                     }
+                    const unsigned of_x[2] = {levelled[b].words[2 * j],
+                                              levelled[b].words[2 * j + 1]};
 #pragma unroll
                     for (int s = 0; s < TOGETHER; ++s) {
                         const unsigned of_w[4] = {pairs[s][4 * j], pairs[s][4 * j + 1],

@@ -3,17 +3,17 @@
 //
 // A warp owns COLUMNS columns of K for good. It loads x's fragments of them once, and sums them up
 // once, and then takes its part of strip after strip: the loop is unpacking and products, little
-// else. One lane asks for whole strips by bulk copies, WINDOW of them at a time, because all that
-// are on their way come at about the same time; DEPTH find room. The WARPS parts of a strip are
-// added in the order of the warps, by one of them when it has left its part of the next.
+// else. One lane asks for whole strips by bulk copies, FIRST of them at first and WINDOW at a time
+// later, because all that are on their way come at about the same time; DEPTH find room. The WARPS
+// parts of a strip are added in the order of the warps, by a warp that does nothing else.
 //
 // Reads once: weights, scales, offsets; x once a block. Loses where few strips are for each block:
 // nothing is added up before the first strip has come and x is summed (strip_gemv.cu).
 //
-// Defines: BITS 3 or 4. ROWS of x there is room for: 8. COLUMNS 128 or 256, WARPS: together they are
-// the padded columns. SETS of WARPS warps in a block, each with strips of its own. DEPTH, WINDOW.
-// BUFFERS of sums. GROUP 64 or 128 columns a scale. OFFSETS, GATED, NORMED: as in strip_gemv.cu.
-// WATCHED: see TELLERS.
+// Defines: BITS 3 or 4. ROWS of x there is room for, 8 or 16. COLUMNS 128 or 256, WARPS: together
+// they are the padded columns. SETS of WARPS warps in a block, each with strips of its own. DEPTH,
+// FIRST, WINDOW. RESIDENT blocks are to fit a multiprocessor. GROUP 64 or 128 columns a scale.
+// OFFSETS, GATED, NORMED: as in strip_gemv.cu. WATCHED: see TELLERS.
 #include "async_copy.cuh"
 #include "carried_norm.cuh"
 #include "hopper.cuh"
@@ -24,7 +24,8 @@ namespace {
 
 using Packed = strip::Layout<BITS>;
 constexpr int TILES = ROWS / 8;
-constexpr int SET_THREADS = 32 * WARPS, THREADS = SET_THREADS * SETS + 32;
+constexpr int ADDERS = SETS, ASKER = SETS * WARPS + ADDERS;  // warps after those that multiply
+constexpr int THREADS = 32 * (ASKER + 1);
 constexpr int BLOCKS = COLUMNS / strip::BLOCK;
 constexpr int GROUPS = COLUMNS / GROUP, GROUP_BLOCKS = GROUP / strip::BLOCK;
 constexpr int VECTOR_BYTES = 16 * strip::LANES;
@@ -32,14 +33,18 @@ constexpr int WORD_BYTES = 2 * BITS * COLUMNS * WARPS;  // of a strip
 constexpr int SCALE_BYTES = 2 * strip::HEIGHT * GROUPS * WARPS;
 constexpr int SLOT_BYTES = WORD_BYTES + SCALE_BYTES * (1 + OFFSETS);
 constexpr int PITCH = 20;  // sums of a row of x: 2 t rows further is another bank
-constexpr int BUFFER = ROWS * PITCH;
-static_assert(ROWS == 8, "a strip's sums are finished by eight rows of four lanes");
+constexpr int PART = ROWS * PITCH;
+constexpr int TURNS = DEPTH / SETS;  // slots of a set; room for the parts of as many strips
 static_assert(COLUMNS % GROUP == 0, "a warp's columns are whole groups");
-static_assert(WINDOW <= DEPTH && SETS <= DEPTH, "a slot for all that is on its way");
-static_assert(BUFFERS >= 2, "a strip is finished while the next one is left");
+static_assert(DEPTH == TURNS * SETS && TURNS >= 2, "a strip is added up while the next one is left");
+static_assert(FIRST <= WINDOW && WINDOW <= DEPTH, "a slot for all that is on its way");
 // One lane tells a barrier that its warp is done: __syncwarp() orders what the others did before it.
 // Tools that watch every access see only who told, so for them all lanes do.
 constexpr int TELLERS = WATCHED ? strip::LANES : 1;
+
+// Barriers, TURNS of each set and kind, by their distance: a strip has come, all warps have read it,
+// all have left their sums, those are added up.
+constexpr int KIND = 8 * DEPTH, READ = KIND, LEFT = 2 * KIND, ADDED = 3 * KIND;
 
 // A strip's part as a lane reads it from its slot.
 struct Part {
@@ -48,28 +53,17 @@ struct Part {
     __half offsets[GROUPS][2];
 };
 
-// Where a lane finds it, from the slot on.
-struct Place {
-    unsigned words, scales;
-
-    __device__ __forceinline__ Place(int warp, int lane) {
-        if (BITS == 4) words = warp * BLOCKS * VECTOR_BYTES + 16 * lane;
-        else words = warp * COLUMNS / 256 * (3 * VECTOR_BYTES) + 16 * lane +
-                     (COLUMNS == 128 ? warp % 2 * 8 : 0);
-        scales = WORD_BYTES + 2 * (strip::HEIGHT * GROUPS * warp + lane / 4);
-    }
-};
-
 __device__ __forceinline__ __half half_at(unsigned from) {
     return __ushort_as_half(static_cast<unsigned short>(shared_2(from)));
 }
 
-__device__ __forceinline__ Part read_part(unsigned slot, const Place& at) {
+// words, scales: where the lane finds its own.
+__device__ __forceinline__ Part read_part(unsigned words, unsigned scales) {
     Part got;
     if constexpr (BITS == 4) {
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block) {
-            const uint4 v = shared_16(slot + at.words + block * VECTOR_BYTES);
+            const uint4 v = shared_16(words + block * VECTOR_BYTES);
             unsigned(&to)[Packed::WORDS] = got.words[block];
             to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
         }
@@ -77,11 +71,11 @@ __device__ __forceinline__ Part read_part(unsigned slot, const Place& at) {
 #pragma unroll
         for (int plane = 0; plane < 3; ++plane) {
             if constexpr (BLOCKS == 4) {
-                const uint4 v = shared_16(slot + at.words + plane * VECTOR_BYTES);
+                const uint4 v = shared_16(words + plane * VECTOR_BYTES);
                 got.words[0][plane] = v.x, got.words[1][plane] = v.y;
                 got.words[2][plane] = v.z, got.words[3][plane] = v.w;
             } else {
-                const uint2 v = shared_8(slot + at.words + plane * VECTOR_BYTES);
+                const uint2 v = shared_8(words + plane * VECTOR_BYTES);
                 got.words[0][plane] = v.x, got.words[1][plane] = v.y;
             }
         }
@@ -90,17 +84,25 @@ __device__ __forceinline__ Part read_part(unsigned slot, const Place& at) {
     for (int i = 0; i < GROUPS; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const unsigned from = slot + at.scales + 2 * (strip::HEIGHT * i + 8 * h);
+            const unsigned from = scales + 2 * (strip::HEIGHT * i + 8 * h);
             got.scales[i][h] = half_at(from);
             if (OFFSETS) got.offsets[i][h] = half_at(from + SCALE_BYTES);
         }
     return got;
 }
 
-// What a warp keeps of x: its B fragments, and a group's sums as bare codes lack them.
+// What a warp keeps of x: its B fragments, and a group's sums as bare codes of rows 0 .. 7 lack them.
 struct Kept {
     unsigned words[BLOCKS][TILES][8];
-    float sums[GROUPS][TILES][4];
+    float sums[GROUPS][TILES][2];
+
+    __device__ __forceinline__ float sum(int group, int b, int c) const {
+        const float lower = sums[group][b][c % 2];
+        if (c < 2) return lower;
+        float upper = lower * (1 << strip::UPPER_PLACE<BITS>);
+        if (TILES > 1) asm volatile("" : "+f"(upper));
+        return upper;
+    }
 };
 
 __device__ __forceinline__ void keep_x(Kept& kept, const __half* x, size_t pitch, int columns,
@@ -121,19 +123,28 @@ __device__ __forceinline__ void keep_x(Kept& kept, const __half* x, size_t pitch
             }
     const unsigned less[4] = {strip::LESS_LOWER<BITS>, strip::LESS_UPPER<BITS>,
                               strip::LESS_LOWER<BITS>, strip::LESS_UPPER<BITS>};
+    float halves[2][GROUPS][TILES][4] = {};  // neighbouring products do not wait for each other
+#pragma unroll
+    for (int j = 0; j < 4 * GROUP_BLOCKS; ++j)
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i)
+#pragma unroll
+            for (int b = 0; b < TILES; ++b) {
+                const unsigned* const words = kept.words[i * GROUP_BLOCKS + j / 4][b] + j % 4 * 2;
+                const unsigned of_x[2] = {words[0], words[1]};
+                mma_half(halves[j % 2][i][b], less, of_x);
+            }
 #pragma unroll
     for (int i = 0; i < GROUPS; ++i)
 #pragma unroll
-        for (int b = 0; b < TILES; ++b) {
+        for (int b = 0; b < TILES; ++b)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) kept.sums[i][b][c] = 0.0f;
+            for (int c = 0; c < 2; ++c)
+                kept.sums[i][b][c] = halves[0][i][b][c] + halves[1][i][b][c];
 #pragma unroll
-            for (int j = 0; j < 4 * GROUP_BLOCKS; ++j) {
-                const unsigned* const words = kept.words[i * GROUP_BLOCKS + j / 4][b] + j % 4 * 2;
-                const unsigned of_x[2] = {words[0], words[1]};
-                mma_half(kept.sums[i][b], less, of_x);
-            }
-        }
+    for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+        for (int b = 0; b < TILES; ++b) strip::level_x<BITS>(kept.words[block][b]);
 }
 
 using Sums = float[TILES][4];
@@ -145,12 +156,13 @@ __device__ __forceinline__ void multiply_part(Sums& sums, const Part& of, const 
 #pragma unroll
         for (int b = 0; b < TILES; ++b)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) products[b][c] = kept.sums[i][b][c];
+            for (int c = 0; c < 4; ++c) products[b][c] = kept.sum(i, b, c);
 #pragma unroll
         for (int inside = 0; inside < GROUP_BLOCKS; ++inside) {
             const int block = i * GROUP_BLOCKS + inside;
             unsigned pairs[strip::PAIRS];
-            strip::bare_pairs(of.words[block], pairs);
+            strip::place_pairs<false>(of.words[block], pairs);
+            strip::level<BITS>(pairs);
 #pragma unroll
             for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -169,20 +181,22 @@ __device__ __forceinline__ void multiply_part(Sums& sums, const Part& of, const 
                 const float scale = __half2float(of.scales[i][c / 2]);
                 sums[b][c] += products[b][c] * scale;
                 if (OFFSETS)
-                    sums[b][c] -= kept.sums[i][b][c] * (__half2float(of.offsets[i][c / 2]) /
+                    sums[b][c] -= kept.sum(i, b, c) * (__half2float(of.offsets[i][c / 2]) /
                                                         strip::MIDDLE<BITS>);
             }
     }
 }
 
-// A strip's sums of this warp; `to`: the first of lane % 4 * 2 and lane / 4.
-__device__ __forceinline__ void leave(const Sums& sums, float* to, int rows, int lane) {
+// A strip's sums of this warp; `to`: a lane's first one's. `there`: rows of x from the lane's first on.
+__device__ __forceinline__ void leave(const Sums& sums, unsigned to, int there) {
 #pragma unroll
     for (int b = 0; b < TILES; ++b)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
-            if (8 * b + lane % 4 * 2 + c % 2 < rows)
-                to[(8 * b + c % 2) * PITCH + c / 2 * 8] = sums[b][c];
+            if (8 * b + c % 2 < there)
+                asm volatile("st.shared.f32 [%0], %1;" ::
+                                 "r"(to + 4 * ((8 * b + c % 2) * PITCH + c / 2 * 8)),
+                             "f"(sums[b][c]) : "memory");
 }
 
 __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, int bytes,
@@ -194,29 +208,29 @@ __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, int byt
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 strip_stream(const __half* x, const char* __restrict__ words, const char* __restrict__ scales,
              const char* __restrict__ offsets, const __half* __restrict__ bias,
              const __half* residual, __half* y, int rows, int out_features, int in_features,
              int strips, const float* in_squares, const float* in_lift, float* next_lift,
              int normed_width, float eps) {
     allow_next();
-    extern __shared__ __align__(128) char room[];  // slots, then sums
-    __shared__ unsigned long long filled[DEPTH], emptied[DEPTH];
-    __shared__ unsigned long long summed[SETS][BUFFERS], taken[SETS][BUFFERS];
+    extern __shared__ __align__(128) char room[];  // slots, then parts of sums, set by set
+    __shared__ unsigned long long barriers[4 * DEPTH];
     __shared__ float scales_of_rows[NORMED ? ROWS : 1];
     const int lane = threadIdx.x % strip::LANES, of_all = threadIdx.x / strip::LANES;
     const int first_row = blockIdx.y * ROWS;
     rows = min(rows - first_row, ROWS);
     const auto share = [&](unsigned block) { return static_cast<int>(strips * block / gridDim.x); };
     const int begin = share(blockIdx.x), end = share(blockIdx.x + 1);
-    const unsigned slots = shared_address(room);
-    const unsigned full = shared_address(filled), empty = shared_address(emptied);
+    unsigned slots = shared_address(room), come = shared_address(barriers);
+    asm volatile("" : "+r"(slots), "+r"(come));  // or both are made anew at every use
 
-    if (of_all == SETS * WARPS) {
-        const auto ask = [&](int strip, int d) {
-            const unsigned slot = slots + d * SLOT_BYTES, barrier = full + 8 * d;
-            const size_t at = strip;
+    if (of_all == ASKER) {
+        const auto place_of = [](int i) { return i % SETS * TURNS + i / SETS % TURNS; };
+        const auto ask = [&](int i) {
+            const unsigned slot = slots + place_of(i) * SLOT_BYTES, barrier = come + 8 * place_of(i);
+            const size_t at = begin + i;
             barrier_arrive_expecting(barrier, SLOT_BYTES);
             copy_bulk(slot, words + at * WORD_BYTES, WORD_BYTES, barrier);
             copy_bulk(slot + WORD_BYTES, scales + at * SCALE_BYTES, SCALE_BYTES, barrier);
@@ -224,36 +238,89 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
                 copy_bulk(slot + WORD_BYTES + SCALE_BYTES, offsets + at * SCALE_BYTES, SCALE_BYTES,
                           barrier);
         };
-        const int early = min(begin + WINDOW, end);
-        if (lane == 0) {
-            for (int d = 0; d < DEPTH; ++d) {
-                barrier_init(full + 8 * d, 1);
-                barrier_init(empty + 8 * d, WARPS * TELLERS);
-            }
-            for (int i = 0; i < SETS * BUFFERS; ++i) {
-                barrier_init(shared_address(summed) + 8 * i, WARPS * TELLERS);
-                barrier_init(shared_address(taken) + 8 * i, TELLERS);
-            }
-            barrier_init_done();
-            for (int strip = begin; strip < early; ++strip) ask(strip, strip - begin);
+        for (int i = lane; i < 4 * DEPTH; i += strip::LANES) {
+            const bool by_one = i < DEPTH, by_adder = i >= 3 * DEPTH;
+            barrier_init(come + 8 * i, by_one ? 1 : by_adder ? TELLERS : WARPS * TELLERS);
         }
+        barrier_init_done();
+        __syncwarp();
+        const int count = end - begin;
+        if (lane == 0)
+            for (int i = 0; i < min(FIRST, count); ++i) ask(i);
         __syncwarp();
         __syncthreads();
         if (NORMED) __syncthreads();
         if (lane == 0)
-            for (int i = early - begin; begin + i < end; ++i) {
-                const int come = i - WINDOW;
-                barrier_wait(full + 8 * (come % DEPTH), come / DEPTH & 1);
-                if (i >= DEPTH) barrier_wait(empty + 8 * (i % DEPTH), (i / DEPTH - 1) & 1);
-                ask(begin + i, i % DEPTH);
+            for (int i = FIRST; i < count; ++i) {
+                // One more is on its way with each that comes, until WINDOW are.
+                const int after = max(i - WINDOW, (i - FIRST) / 2);
+                barrier_wait(come + 8 * place_of(after), after / DEPTH & 1);
+                if (i >= DEPTH) barrier_wait(come + READ + 8 * place_of(i), (i / DEPTH - 1) & 1);
+                ask(i);
             }
         return;
     }
 
-    const int set = of_all / WARPS, warp = of_all % WARPS;
+    const bool adds = of_all >= SETS * WARPS;
+    const int set = adds ? of_all - SETS * WARPS : of_all / WARPS, warp = of_all % WARPS;
+    constexpr int SET_PARTS = TURNS * WARPS * PART;
+    const int parts_at = DEPTH * SLOT_BYTES + 4 * set * SET_PARTS;
+    const unsigned barrier = come + 8 * set * TURNS;
+    int turn = 0;
+    unsigned parity = 0;
+    const auto next_turn = [&] {
+        if (++turn == TURNS) turn = 0, parity ^= 1;
+    };
     __syncthreads();
     // Weights never come from the kernel before; x, residual and the room for y may.
     wait_for_previous();
+
+    if (adds) {
+        if (NORMED) __syncthreads();
+        const strip::Epilogue epilogue{bias, residual, y, GATED ? out_features / 2 : out_features};
+        const int n = lane % 4 * 4;  // the first of four neighbouring rows of a strip
+        const float* const own = reinterpret_cast<const float*>(room + parts_at) +
+                                 lane / 4 * PITCH + n;
+        for (int strip = begin + set; strip < end; strip += SETS) {
+            barrier_wait(barrier + LEFT + 8 * turn, parity);
+            float4 sums[TILES] = {};
+#pragma unroll
+            for (int b = 0; b < TILES; ++b) {
+                if (8 * b + lane / 4 >= rows) continue;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) {
+                    const float4 part = *reinterpret_cast<const float4*>(
+                        own + (turn * WARPS + w) * PART + 8 * b * PITCH);
+                    sums[b].x += part.x, sums[b].y += part.y;
+                    sums[b].z += part.z, sums[b].w += part.w;
+                }
+            }
+            __syncwarp();
+            if (lane < TELLERS) barrier_arrive(barrier + ADDED + 8 * turn);
+            next_turn();
+#pragma unroll
+            for (int b = 0; b < TILES; ++b) {
+                const int m = 8 * b + lane / 4;
+                const float scale = (NORMED ? scales_of_rows[min(m, rows - 1)] : 1.0f) *
+                                    (n < 8 ? strip::LOWER_UNIT : strip::UPPER_UNIT<BITS>);
+                const float of_rows[4] = {sums[b].x, sums[b].y, sums[b].z, sums[b].w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int row = strip * strip::HEIGHT + n + i;
+                    const bool is_there = m < rows && row < out_features;
+                    float value = is_there ? epilogue.biased(row, of_rows[i] * scale) : 0.0f;
+                    if (GATED) {
+                        const float up = __shfl_xor_sync(~0u, value, 2);
+                        value = strip::silu(value) * up;
+                    }
+                    if (is_there && !(GATED && n >= 8))
+                        epilogue.store(first_row + m, GATED ? strip * 8 + n + i : row, value);
+                }
+            }
+        }
+        return;
+    }
+
     Kept kept;
     keep_x(kept, x + static_cast<size_t>(first_row) * in_features + warp * COLUMNS, in_features,
            in_features - warp * COLUMNS, rows, lane);
@@ -267,69 +334,28 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
         __syncthreads();
     }
 
-    const strip::Epilogue epilogue{bias, residual, y, GATED ? out_features / 2 : out_features};
-    const unsigned full_sums = shared_address(summed[set]), empty_sums = shared_address(taken[set]);
-    float* const parts = reinterpret_cast<float*>(room + DEPTH * SLOT_BYTES) +
-                         set * (BUFFERS * WARPS * BUFFER);
-    // Adds a strip's parts up, four neighbouring rows of it in a lane.
-    const auto finish = [&](int strip, int buffer, unsigned parity) {
-        barrier_wait(full_sums + 8 * buffer, parity);
-        const int m = lane / 4, n = lane % 4 * 4;
-        float4 sum = {};
-        if (m < rows) {
-            const float* at = parts + buffer * (WARPS * BUFFER) + m * PITCH + n;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) {
-                const float4 part = *reinterpret_cast<const float4*>(at + w * BUFFER);
-                sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-            }
-        }
-        __syncwarp();
-        if (lane < TELLERS) barrier_arrive(empty_sums + 8 * buffer);
-        const float scale = (NORMED ? scales_of_rows[min(m, rows - 1)] : 1.0f) *
-                            (n < 8 ? strip::LOWER_UNIT : strip::UPPER_UNIT<BITS>);
-        const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = strip * strip::HEIGHT + n + i;
-            const bool is_there = m < rows && row < out_features;
-            float value = is_there ? epilogue.biased(row, sums[i] * scale) : 0.0f;
-            if (GATED) {
-                const float up = __shfl_xor_sync(~0u, value, 2);
-                value = strip::silu(value) * up;
-            }
-            if (is_there && !(GATED && n >= 8))
-                epilogue.store(first_row + m, GATED ? strip * 8 + n + i : row, value);
-        }
-    };
-
-    // The warps take turns with it, each when it has left its part of the strip after.
-    float* const own = parts + warp * BUFFER + lane % 4 * 2 * PITCH + lane / 4;
-    int d = set, buffer = 0, turn = 0, last = -1;
-    unsigned parity = 0, sums_parity = 0;
-    const Place place(warp, lane);
-    const auto finish_last = [&] {
-        const bool is_first = buffer == 0;
-        if (turn == warp)
-            finish(last, is_first ? BUFFERS - 1 : buffer - 1, sums_parity ^ is_first);
-        if (++turn == WARPS) turn = 0;
-    };
+    // Where the lane finds its words and scales in the set's first slot, and leaves its sums.
+    const unsigned slot = slots + set * (TURNS * SLOT_BYTES);
+    unsigned words_at = slot + 16 * lane;
+    if (BITS == 4) words_at += warp * BLOCKS * VECTOR_BYTES;
+    else words_at += warp * COLUMNS / 256 * (3 * VECTOR_BYTES) + (COLUMNS == 128 ? warp % 2 * 8 : 0);
+    unsigned scales_at = slot + WORD_BYTES + 2 * (strip::HEIGHT * GROUPS * warp + lane / 4);
+    unsigned own = slots + parts_at + 4 * (warp * PART + lane % 4 * 2 * PITCH + lane / 4);
+    int there = rows - lane % 4 * 2;
+    unsigned tells = lane < TELLERS;
+    asm volatile("" : "+r"(words_at), "+r"(scales_at), "+r"(own), "+r"(there), "+r"(tells));
     for (int strip = begin + set; strip < end; strip += SETS) {
-        barrier_wait(full + 8 * d, parity);
-        const Part part = read_part(slots + d * SLOT_BYTES, place);
+        const unsigned its = barrier + 8 * turn;
+        barrier_wait(its, parity);
+        const Part part = read_part(words_at + turn * SLOT_BYTES, scales_at + turn * SLOT_BYTES);
         __syncwarp();
-        if (lane < TELLERS) barrier_arrive(empty + 8 * d);
-        d += SETS;
-        if (d >= DEPTH) d -= DEPTH, parity ^= 1;
+        if (tells) barrier_arrive(its + READ);
         Sums sums = {};
         multiply_part(sums, part, kept);
-        barrier_wait(empty_sums + 8 * buffer, sums_parity ^ 1);
-        leave(sums, own + buffer * (WARPS * BUFFER), rows, lane);
+        barrier_wait(its + ADDED, parity ^ 1);
+        leave(sums, own + turn * (4 * WARPS * PART), there);
         __syncwarp();
-        if (lane < TELLERS) barrier_arrive(full_sums + 8 * buffer);
-        if (last >= 0) finish_last();
-        last = strip;
-        if (++buffer == BUFFERS) buffer = 0, sums_parity ^= 1;
+        if (tells) barrier_arrive(its + LEFT);
+        next_turn();
     }
-    if (last >= 0) finish_last();
 }

@@ -21,43 +21,51 @@ GROUP = 128
 """Of a scale. Sums of smaller groups of x do not fit the registers beside it."""
 COLUMNS = 256
 """Of K, a warp's; half of it is in the tests."""
-SHAPES = {8: (2, 6, 3), 16: (1, 4, 2)}
-"""Warps along K: sets of them, depth, window, as timed at K = 2048 and 4096. A grid that stays was
-no faster at 3584, with 14 warps, and slower at 1536.
+SHAPES = {(8, 8): (3, 2, 2), (8, 14): (3, 2, 1), (8, 16): (3, 2, 1), (16, 14): (3, 2, 1)}
+"""Rows of x there is room for and warps along K: turns, window, blocks of a multiprocessor, as
+timed at K = 2048, 3584 and 4096. At 1536, and with 16 rows at 2048, short blocks are faster; 16
+rows of 4096 columns do not fit the registers.
 """
-_SUMS_PITCH, _BUFFERS = 20, 3
+_SUMS_PITCH, _FIRST = 20, 2
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTile:
-    """A block's shape. rows: of x there is room for, 8. warps: that share K, `columns` each, 128 or
-    256; sets: of so many warps, with strips of their own. depth: strips in shared memory, of which
-    `window` at most are on their way. watched: for tools that watch every access to shared memory.
+    """A block's shape. rows: of x there is room for, 8 or 16. warps: that share K, `columns` each,
+    128 or 256; sets: of so many warps, with strips of their own. turns: strips of a set in shared
+    memory; `window` of a block's at most are on their way. blocks: of a multiprocessor. watched:
+    for tools that watch every access to shared memory.
     """
 
     rows: int
     warps: int
     columns: int
-    depth: int
+    turns: int
     window: int
     sets: int = 1
+    blocks: int = 1
     watched: bool = False
 
     @property
+    def depth(self) -> int:
+        """Strips in shared memory."""
+        return self.turns * self.sets
+
+    @property
     def threads(self) -> int:
-        """Of a block; a warp asks for weights."""
-        return 32 * (self.warps * self.sets + 1)
+        """Of a block; a warp of each set adds up and one asks for weights."""
+        return 32 * (self.warps * self.sets + self.sets + 1)
 
     def shared_bytes(self, bits: int, group: int, offsets: bool) -> int:
         """Dynamic shared memory: strips, and sums of the warps."""
         columns = self.warps * self.columns
         scales = 2 * STRIP_ROWS * (columns // group)
         slot = STRIP_ROWS * columns * bits // 8 + scales * (1 + offsets)
-        return self.depth * slot + self.sets * _BUFFERS * self.warps * self.rows * _SUMS_PITCH * 4
+        return self.depth * (slot + self.warps * self.rows * _SUMS_PITCH * 4)
 
     def grid(self, rows: int, strips: int, multiprocessors: int) -> tuple[int, int, int]:
         """Blocks for so many rows of x and strips."""
-        return min(strips, multiprocessors), -(-rows // self.rows), 1
+        return min(strips, multiprocessors * self.blocks), -(-rows // self.rows), 1
 
     def variant(
         self, bits: int, group: int, offsets: bool, gated: bool = False, normed: bool = False
@@ -70,8 +78,9 @@ class StreamTile:
             "COLUMNS": self.columns,
             "SETS": self.sets,
             "DEPTH": self.depth,
+            "FIRST": min(_FIRST, self.window),
             "WINDOW": self.window,
-            "BUFFERS": _BUFFERS,
+            "RESIDENT": self.blocks,
             "WATCHED": int(self.watched),
             "GROUP": group,
             "OFFSETS": int(offsets),
@@ -79,12 +88,12 @@ class StreamTile:
             "NORMED": int(normed),
         }
         shared = self.shared_bytes(bits, group, offsets)
-        barriers = 16 * (self.depth + self.sets * _BUFFERS) + 4 * self.rows  # and the rows' norms
+        barriers = 32 * self.depth + 4 * self.rows  # and the rows' norms
         return Variant(
             SOURCE,
             ENTRY,
             defines,
-            max_registers=min(255, 65536 // self.threads // 8 * 8),
+            max_registers=min(255, 65536 // (self.threads * self.blocks) // 8 * 8),
             max_shared_bytes=shared + -(-barriers // 128) * 128,
             threads=self.threads,
             shared_bytes=shared,
@@ -92,23 +101,24 @@ class StreamTile:
         )
 
 
-def refuse_stream(group: int, columns: int) -> str | None:
-    """Why there is no block for weights of so many padded columns, a scale for every `group` of
-    them, else None.
+def refuse_stream(group: int, columns: int, rows: int = 8) -> str | None:
+    """Why there is no block with room for so many rows of x, 8 or 16, for weights of so many padded
+    columns, a scale for every `group` of them; else None.
     """
     if group != GROUP:
         return f"group {group} is not {GROUP}"
     warps, rest = divmod(columns, COLUMNS)
-    if rest or warps not in SHAPES:
-        return f"{columns} columns are not {COLUMNS} times one of {tuple(SHAPES)}"
+    if rest or (rows, warps) not in SHAPES:
+        of_rows = tuple(warps for room, warps in SHAPES if room == rows)
+        return f"{columns} columns are not {COLUMNS} times one of {of_rows} for {rows} rows"
     return None
 
 
-def stream_tile(columns: int) -> StreamTile:
-    """For so many padded columns, which refuse_stream() lets pass."""
+def stream_tile(columns: int, rows: int = 8) -> StreamTile:
+    """For so many padded columns and rows of x, which refuse_stream() lets pass."""
     warps = columns // COLUMNS
-    sets, depth, window = SHAPES[warps]
-    return StreamTile(8, warps, COLUMNS, depth, window, sets)
+    turns, window, blocks = SHAPES[rows, warps]
+    return StreamTile(rows, warps, COLUMNS, turns, window, blocks=blocks)
 
 
 @cache

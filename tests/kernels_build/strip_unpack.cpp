@@ -19,15 +19,15 @@ static int convert(std::FILE* in, std::FILE* out) {
     unsigned words[strip::Layout<WIDTH>::WORDS];
     while (std::fread(words, sizeof words, 1, in) == 1) {
         unsigned pairs[strip::PAIRS], bare[strip::PAIRS];
-        strip::biased_pairs(words, pairs);
-        strip::bare_pairs(words, bare);
+        strip::place_pairs<true>(words, pairs);
+        strip::place_pairs<false>(words, bare);
         for (int p = 0; p < strip::PAIRS; ++p) {
             for (int element = 0; element < 2; ++element) {
                 const unsigned biased = pairs[p] >> (16 * element) & 0xffff;
                 const unsigned bias = strip::bias_of<WIDTH>(p) >> (16 * element) & 0xffff;
                 const double code = half_value(biased) - half_value(bias);
                 if (code != std::floor(code)) return 3;
-                const double unit = std::ldexp(1, (p % 2 ? strip::UPPER_PLACE<WIDTH> : 0) - 24);
+                const double unit = std::ldexp(1, strip::place_of<WIDTH>(p) - 24);
                 const double above = half_value(bare[p] >> (16 * element) & 0xffff) / unit;
                 if (above - strip::MIDDLE<WIDTH> != code) return 4;
                 std::fputc(static_cast<int>(code) & 0xff, out);

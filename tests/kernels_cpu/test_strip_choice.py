@@ -68,10 +68,15 @@ class Shape:
         (1, Shape(1376, 2048), 90, True),
         (4, Shape(1792, 4096), 90, True),
         (8, Shape(1376, 2048, bits=3), 90, True),
-        (5, Shape(1376, 2048), 90, False),  # as fast without
-        (9, Shape(1376, 2048, bits=3), 90, False),  # more rows than it has registers for
-        (1, Shape(2368, 3584), 90, False),
-        (1, Shape(9496, 2048), 90, False),  # a head
+        (9, Shape(1376, 2048, bits=3), 90, False),  # short blocks are faster
+        (1, Shape(2368, 3584), 90, False),  # as fast without
+        (1, Shape(2368, 3584, bits=3), 90, True),
+        (16, Shape(2368, 3584), 90, True),
+        (16, Shape(1184, 3584), 90, False),
+        (16, Shape(1184, 3584, bits=3), 90, True),
+        (17, Shape(1184, 3584, bits=3), 90, False),
+        (9, Shape(1792, 4096), 90, False),  # 16 rows of them do not fit the registers
+        (1, Shape(9496, 2048), 90, True),  # a head
         (1, Shape(9496, 2048, bits=3), 90, True),
         (1, Shape(1376, 2048), 86, False),  # bulk copies are Hopper's
         (1, Shape(128, 2048), 90, False),  # a strip for each multiprocessor
@@ -86,25 +91,27 @@ def test_many_strips_stream_by_on_hopper(m: int, shape: Shape, sm: int, is_strea
     assert (tile is not None) == is_stream
     if tile is not None:
         assert tile.warps * tile.columns == shape.padded_columns
+        assert tile.rows >= m
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("warps", sorted(SHAPES))
-def test_every_symmetric_stream_is_shipped(warps: int, gated: bool, bits: int) -> None:
+@pytest.mark.parametrize(("rows", "warps"), sorted(SHAPES))
+def test_every_symmetric_stream_is_shipped(rows: int, warps: int, gated: bool, bits: int) -> None:
     """Of those that choose_stream() takes; a compile check that knew others would prove nothing."""
-    assert stream_tile(256 * warps).variant(bits, 128, offsets=False, gated=gated) in SHIPPED
+    tile = stream_tile(256 * warps, rows)
+    assert tile.variant(bits, 128, offsets=False, gated=gated) in SHIPPED
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("warps", sorted(SHAPES))
-def test_strips_fit_shared_memory(warps: int, offsets: bool, bits: int) -> None:
-    """227 KiB are a block's; every set has a slot, and so has what is on its way."""
+@pytest.mark.parametrize(("rows", "warps"), sorted(SHAPES))
+def test_strips_fit_shared_memory(rows: int, warps: int, offsets: bool, bits: int) -> None:
+    """227 KiB are a block's; what is on its way has slots."""
     for group in (64, 128):
-        tile = stream_tile(256 * warps)
+        tile = stream_tile(256 * warps, rows)
         assert tile.variant(bits, group, offsets).max_shared_bytes <= 227 * 1024
-        assert tile.depth >= max(tile.sets, tile.window)
+        assert tile.depth >= tile.window
         assert tile.threads <= 1024
 
 

@@ -65,11 +65,13 @@ def strip_stream(name: str, columns: int, sets: int) -> None:
     given = strips.case(name, seed=sets)
     if compute_capability(strips.CUDA) != SM:
         return
-    layer, x = StripFew(given.strips), given.x(7, sets)
+    layer = StripFew(given.strips)
     layer.multiprocessors = 2
     warps = given.strips.padded_columns // columns
-    tile = StreamTile(8, warps, columns, 3, 2, sets, watched=True)
-    near(layer(x, tile=tile), given.reference(x))
+    for rows in (8, 16):
+        x = given.x(rows - 1, sets)
+        tile = StreamTile(rows, warps, columns, 2, 2, sets, watched=True)
+        near(layer(x, tile=tile), given.reference(x))
 
 
 def many_rows(tiles: Mapping[Any, Any], name: str, rows: int, splits: int) -> None:

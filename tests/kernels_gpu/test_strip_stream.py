@@ -19,17 +19,25 @@ pytestmark = [
 ]
 NAMES = [name for name in LAYERS if "g64" in name or "g128" in name]
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17)
-SHAPES = [(256, 1), (128, 1), (128, 3), (256, 2)]
-"""Columns of a warp, sets of warps."""
+Shape = tuple[int, int, int, int]
+SHAPES: list[Shape] = [
+    (8, 256, 1, 2),
+    (16, 256, 1, 1),
+    (8, 128, 1, 1),
+    (16, 128, 3, 1),
+    (8, 128, 3, 1),
+    (8, 256, 2, 1),
+]
+"""Rows of x there is room for, columns of a warp, sets of warps, blocks of a multiprocessor."""
 
 
-def tile_for(given: Case, shape: tuple[int, int], depth: int) -> StreamTile:
+def tile_for(given: Case, shape: Shape, turns: int) -> StreamTile:
     """Skips what the layer's columns do not allow."""
-    columns, sets = shape
+    rows, columns, sets, blocks = shape
     warps, rest = divmod(given.strips.padded_columns, columns)
     if rest or warps * sets > 16:
         pytest.skip(f"{given.strips.padded_columns} columns")
-    return StreamTile(8, warps, columns, depth, depth - 1, sets)
+    return StreamTile(rows, warps, columns, turns, turns * sets - 1, sets, blocks)
 
 
 def layer_of(given: Case, multiprocessors: int, gated: bool = False) -> StripFew:
@@ -42,12 +50,10 @@ def layer_of(given: Case, multiprocessors: int, gated: bool = False) -> StripFew
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 132])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_shape_equals_the_reference(
-    name: str, shape: tuple[int, int], multiprocessors: int
-) -> None:
+def test_every_shape_equals_the_reference(name: str, shape: Shape, multiprocessors: int) -> None:
     """Slots taken again and again, blocks without a strip, rows in one turn and in several."""
     given = case(name, seed=multiprocessors)
-    tile = tile_for(given, shape, depth=3)
+    tile = tile_for(given, shape, turns=2)
     for seed, m in enumerate(ROWS):
         x = given.x(m, seed)
         got = Poisoned(m, given.layer.out_features)
@@ -57,10 +63,10 @@ def test_every_shape_equals_the_reference(
 
 @pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gate_and_up_become_one(shape: tuple[int, int], bits: int) -> None:
+def test_gate_and_up_become_one(shape: Shape, bits: int) -> None:
     """silu(gate) * up with both biases, in the kernel."""
     given = gated_case(bits)
-    tile = tile_for(given, shape, depth=4)
+    tile = tile_for(given, shape, turns=3)
     x = given.x(tile.rows - 1, bits)
     gate, up = given.reference(x).chunk(2, dim=-1)
     got = Poisoned(x.shape[0], gate.shape[1])
@@ -76,17 +82,17 @@ def test_residual_is_added_last_and_may_be_the_output(name: str) -> None:
     got = Poisoned(8, given.layer.out_features)
     before = torch.randn(got.y.shape, generator=torch.Generator().manual_seed(4)).half().cuda()
     got.y.copy_(before)
-    tile = tile_for(given, SHAPES[0], depth=2)
+    tile = tile_for(given, SHAPES[0], turns=2)
     layer_of(given, 3)(x, out=got.y, residual=got.y, tile=tile)
     got.check(given.reference(x) + before.float(), "in place")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", ["w4 g128", "w3 g128 zeros, bias, ragged"])
-def test_runs_are_equal_to_the_bit(name: str, shape: tuple[int, int]) -> None:
+def test_runs_are_equal_to_the_bit(name: str, shape: Shape) -> None:
     """Thirty launches back to back: a race would show."""
     given = case(name, seed=7)
-    tile = tile_for(given, shape, depth=2 if shape[1] == 1 else 3)
+    tile = tile_for(given, shape, turns=2)
     x, layer = given.x(tile.rows, 7), layer_of(given, 2)
     first = layer(x, tile=tile)
     again = [layer(x, tile=tile) for _ in range(30)]
@@ -94,10 +100,10 @@ def test_runs_are_equal_to_the_bit(name: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_padding_is_never_seen(shape: tuple[int, int]) -> None:
+def test_padding_is_never_seen(shape: Shape) -> None:
     """Any codes behind K, NaN scales in rows behind N, NaN behind the last row of x."""
     given = case("w4 g128 offsets, bias, ragged", seed=5)
-    tile = tile_for(given, shape, depth=3)
+    tile = tile_for(given, shape, turns=3)
     m, k = tile.rows - 1, given.layer.in_features
     room = torch.full((m + 2, k), float("nan"), dtype=torch.float16, device="cuda")
     room[:m] = given.x(m, 5)
