@@ -20,6 +20,11 @@ from kernels.spec.op import OpKey
 
 BAND = 16
 """Row tiles whose x stays in L2 while all weights pass."""
+OVERLAPPING_ROWS = 256
+"""Up to so many rows a call may begin while the kernel ahead of it runs. From 512 on it gains
+nothing, and blocks that wait ahead of time take every multiprocessor that falls free before another
+stream gets one: a decode step beside 512 or 2,048 rows waited for the whole prefill.
+"""
 
 
 class ManyRowsTile(Protocol):
@@ -98,8 +103,8 @@ class ManyRows(Generic[AnyTile]):
         if has_card:
             ctas *= tile.blocks
         # Blocks that wait for their turn would take what a limit is to leave to others.
-        overlap = tile.overlaps and has_card and not self._is_first
-        self._is_first = False
+        may_overlap = tile.overlaps and has_card and m <= OVERLAPPING_ROWS
+        is_first, self._is_first = self._is_first, False
         kernel = kernel_of(tile, weights.bits, self.group, weights.offsets is not None, self.silu)
         kernel.launch(
             (min(plan.units, ctas), 1, 1),
@@ -121,7 +126,7 @@ class ManyRows(Generic[AnyTile]):
             plan.whole,
             plan.splits,
             BAND,
-            launch_dependents=overlap,
+            launch_dependents=may_overlap and not is_first,
         )
         return y
 
