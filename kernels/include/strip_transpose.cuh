@@ -26,8 +26,8 @@ __device__ __forceinline__ void sort_w3(const unsigned (&w)[3], unsigned (&to)[4
     to[3] = masked_or(w[1] >> 3, 0x003f003f, last);
 }
 
-// W4: a byte is one pair of rows at one pair of columns; two words give two lanes theirs. IS_TURNED:
-// in odd lanes words 0 and 1 change places, and 2 and 3.
+// W4: a byte is one pair of rows at one pair of columns; two words give two lanes theirs.
+// IS_TURNED: in odd lanes words 0 and 1 change places, and 2 and 3.
 template <bool IS_TURNED>
 __device__ __forceinline__ void sort_w4(const unsigned (&w)[4], unsigned (&to)[4]) {
     const unsigned first = IS_TURNED && threadIdx.x & 1 ? 0x7351 : 0x6240, second = first ^ 0x1111;
@@ -62,8 +62,8 @@ __device__ __forceinline__ void transpose_words(unsigned (&word)[4]) {
     }
 }
 
-// The codes of the block's four fragments, columns in order: word f is fragment f's. IS_TURNED saves
-// instructions, and changes no bit.
+// The codes of the block's four fragments, columns in order: word f is fragment f's. IS_TURNED
+// saves instructions, and changes no bit.
 template <int WIDTH, bool IS_TURNED>
 __device__ __forceinline__ void natural_words(const unsigned (&words)[WIDTH],
                                               unsigned (&sorted)[4]) {
@@ -74,6 +74,18 @@ __device__ __forceinline__ void natural_words(const unsigned (&words)[WIDTH],
         sort_w4<IS_TURNED>(words, sorted);
         transpose_words<IS_TURNED>(sorted);
     }
+}
+
+// The block's four fragments, columns in order. scales: of its first and of its second half.
+template <int WIDTH, bool WITH_OFFSETS>
+__device__ __forceinline__ void natural_fragments(const unsigned (&words)[WIDTH],
+                                                  const Scales& first, const Scales& second,
+                                                  unsigned (&a)[4][4]) {
+    unsigned sorted[4];
+    natural_words<WIDTH, false>(words, sorted);
+#pragma unroll
+    for (int f = 0; f < 4; ++f)
+        fragment_of<WIDTH, WITH_OFFSETS>(sorted[f], f < 2 ? first : second, a[f]);
 }
 
 }  // namespace gemm

@@ -76,6 +76,7 @@ struct Source {
     const __half* offsets;
     int column;             // the chunk's first
     int blocks;             // of the strip from there on; past its end x is zero
+    bool ends_first;        // whether it began with so few that half a chunk is past the end
 
     __device__ __forceinline__ Source(const Problem& p, int strip, int first_step) {
         const int lane = threadIdx.x & 31;
@@ -86,6 +87,7 @@ struct Source {
         offsets = p.offsets + row;
         column = first_step * 64;
         blocks = p.blocks - first_step;
+        ends_first = first_step + 2 >= p.blocks;
     }
 
     __device__ __forceinline__ void advance() {
@@ -94,7 +96,10 @@ struct Source {
         blocks -= CHUNK_STEPS;
     }
 
-    __device__ __forceinline__ bool is_half() const { return blocks <= 2; }
+    // Who never advances asks what was known at the start: kept, not worked out again.
+    __device__ __forceinline__ bool is_half() const {
+        return ONE_BY_ONE ? blocks <= 2 : ends_first;
+    }
 };
 
 __device__ __forceinline__ unsigned load_rows(const __half* from) {
@@ -154,16 +159,9 @@ __device__ __forceinline__ gemm::Scales scales_of(const unsigned (&rows)[1 + OFF
     return s;
 }
 
-// Step S of a chunk as the words of its fragments, with their scales; what it leaves room for is
-// loaded from `next`.
+// What step S of a chunk leaves room for once it is unpacked.
 template <int S>
-__device__ __forceinline__ void take_step(Chunk& c, uint4 (&planes)[3], const Source& next,
-                                          unsigned (&sorted)[4], gemm::Scales (&scales)[2]) {
-    constexpr int FIRST = HALF_SCALES * (S % 2) / 2;
-    constexpr int SECOND = HALF_SCALES == 4 ? FIRST + 1 : FIRST;
-    gemm::natural_words<BITS, ONE_BY_ONE>(c.words[S], sorted);
-    scales[0] = scales_of(c.scales[S / 2][FIRST]);
-    scales[1] = scales_of(c.scales[S / 2][SECOND]);
+__device__ __forceinline__ void load_ahead(Chunk& c, uint4 (&planes)[3], const Source& next) {
     if constexpr (BITS == 4) {
         if constexpr (S == 1) load_half<0>(next, c);
         if constexpr (S == 3) load_half<1>(next, c);
@@ -172,6 +170,30 @@ __device__ __forceinline__ void take_step(Chunk& c, uint4 (&planes)[3], const So
         if constexpr (S == 1) load_scales<0>(next, c);
         if constexpr (S == 3) load_scales<1>(next, c), take_planes(planes, c);
     }
+}
+
+template <int S>
+constexpr int FIRST = HALF_SCALES * (S % 2) / 2;  // of the step's groups in half a chunk
+template <int S>
+constexpr int SECOND = HALF_SCALES == 4 ? FIRST<S> + 1 : FIRST<S>;
+
+// Step S of a chunk into fp16 fragments.
+template <int S>
+__device__ __forceinline__ void unpack_step(Chunk& c, uint4 (&planes)[3], const Source& next,
+                                            unsigned (&a)[4][4]) {
+    gemm::natural_fragments<BITS, OFFSETS != 0>(c.words[S], scales_of(c.scales[S / 2][FIRST<S>]),
+                                                scales_of(c.scales[S / 2][SECOND<S>]), a);
+    load_ahead<S>(c, planes, next);
+}
+
+// The same as words of fragments, with their scales.
+template <int S>
+__device__ __forceinline__ void sort_step(Chunk& c, uint4 (&planes)[3], const Source& next,
+                                          unsigned (&sorted)[4], gemm::Scales (&scales)[2]) {
+    gemm::natural_words<BITS, true>(c.words[S], sorted);
+    scales[0] = scales_of(c.scales[S / 2][FIRST<S>]);
+    scales[1] = scales_of(c.scales[S / 2][SECOND<S>]);
+    load_ahead<S>(c, planes, next);
 }
 
 __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, unsigned staging,
@@ -183,12 +205,12 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
     int index = blockIdx.x;
     if (index >= units_of(p)) return;
     Unit u = unit_at(p, index);
-    Source next(p, strip_of(p, u, warp), u.first_step);
+    Source ahead(p, strip_of(p, u, warp), u.first_step);
     if constexpr (BITS == 4) {
-        load_half<0>(next, chunk), load_half<1>(next, chunk);
+        load_half<0>(ahead, chunk), load_half<1>(ahead, chunk);
     } else {
-        load_plane<0>(next, planes), load_plane<1>(next, planes), load_plane<2>(next, planes);
-        load_scales<0>(next, chunk), load_scales<1>(next, chunk), take_planes(planes, chunk);
+        load_plane<0>(ahead, planes), load_plane<1>(ahead, planes), load_plane<2>(ahead, planes);
+        load_scales<0>(ahead, chunk), load_scales<1>(ahead, chunk), take_planes(planes, chunk);
     }
     // Weights never come from the kernel before; residual, scratch and the room for y may.
     wait_for_previous();
@@ -197,38 +219,34 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
         const bool is_end = following >= units_of(p);
         const Unit after = is_end ? u : unit_at(p, following);
         Sums sums = {};
-        constexpr int ODD = ONE_BY_ONE ? 0 : 1;  // the fragments of odd steps
-        unsigned a[1 + ODD][4][4], sorted[4];
-        gemm::Scales scales[2];
+        unsigned a[2][4][4];
         int before = 0;  // the stage that the products before these read
-        const auto leave_before = [&](bool is_first) {
+        const auto multiply = [&](const unsigned(&fragments)[4][4], bool is_first) {
+            barrier_wait(full + turn.stage * 8, turn.parity);
+            products_begin();
+            const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
+#pragma unroll
+            for (int f = 0; f < 4; ++f) product(sums[0], fragments[f], b + 2 * f);
+            products_commit();
+            products_wait<1>();
             if ((threadIdx.x & 31) == 0 && !is_first) barrier_arrive(empty + before * 8);
+            before = turn.stage;
+            turn.advance();
         };
-        const auto multiply = [&](unsigned(&fragments)[4][4], bool is_first) {
-            if constexpr (ONE_BY_ONE) {
-                const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
+        unsigned sorted[4];
+        gemm::Scales scales[2];
+        const auto multiply_one_by_one = [&](bool is_first) {
+            const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
 #pragma unroll
-                for (int f = 0; f < 4; ++f) {
-                    products_wait<3>();  // the one that read these registers
-                    gemm::fragment_of<BITS, OFFSETS != 0>(sorted[f], scales[f / 2], fragments[f]);
-                    if (f == 0) barrier_wait(full + turn.stage * 8, turn.parity);
-                    if (f == 3) leave_before(is_first);
-                    products_begin();
-                    product(sums[0], fragments[f], b + 2 * f);
-                    products_commit();
-                }
-            } else {
-#pragma unroll
-                for (int f = 0; f < 4; ++f)
-                    gemm::fragment_of<BITS, OFFSETS != 0>(sorted[f], scales[f / 2], fragments[f]);
-                barrier_wait(full + turn.stage * 8, turn.parity);
+            for (int f = 0; f < 4; ++f) {
+                products_wait<3>();  // the last that read these registers has ended
+                gemm::fragment_of<BITS, OFFSETS != 0>(sorted[f], scales[f / 2], a[0][f]);
+                if (f == 0) barrier_wait(full + turn.stage * 8, turn.parity);
+                if (f == 3 && (threadIdx.x & 31) == 0 && !is_first)
+                    barrier_arrive(empty + before * 8);
                 products_begin();
-                const unsigned long long b = tile_descriptor(shared + turn.stage * STAGE_BYTES);
-#pragma unroll
-                for (int f = 0; f < 4; ++f) product(sums[0], fragments[f], b + 2 * f);
+                product(sums[0], a[0][f], b + 2 * f);
                 products_commit();
-                products_wait<1>();
-                leave_before(is_first);
             }
             before = turn.stage;
             turn.advance();
@@ -236,20 +254,32 @@ __device__ __forceinline__ void compute_all(const Problem& p, unsigned shared, u
 #pragma unroll 1
         for (int step = 0; step < u.steps; step += CHUNK_STEPS) {
             const bool goes_on = step + CHUNK_STEPS < u.steps;
-            if (ONE_BY_ONE && goes_on) {
-                next.advance();
+            if constexpr (ONE_BY_ONE) {
+                if (goes_on) {
+                    ahead.advance();
+                } else {
+                    ahead = Source(p, strip_of(p, after, warp), after.first_step);
+                }
+                sort_step<0>(chunk, planes, ahead, sorted, scales);
+                multiply_one_by_one(step == 0);
+                sort_step<1>(chunk, planes, ahead, sorted, scales);
+                multiply_one_by_one(false);
+                sort_step<2>(chunk, planes, ahead, sorted, scales);
+                multiply_one_by_one(false);
+                sort_step<3>(chunk, planes, ahead, sorted, scales);
+                multiply_one_by_one(false);
             } else {
-                next = Source(p, strip_of(p, goes_on ? u : after, warp),
-                              goes_on ? u.first_step + step + CHUNK_STEPS : after.first_step);
+                const Source next(p, strip_of(p, goes_on ? u : after, warp),
+                                  goes_on ? u.first_step + step + CHUNK_STEPS : after.first_step);
+                unpack_step<0>(chunk, planes, next, a[0]);
+                multiply(a[0], step == 0);
+                unpack_step<1>(chunk, planes, next, a[1]);
+                multiply(a[1], false);
+                unpack_step<2>(chunk, planes, next, a[0]);
+                multiply(a[0], false);
+                unpack_step<3>(chunk, planes, next, a[1]);
+                multiply(a[1], false);
             }
-            take_step<0>(chunk, planes, next, sorted, scales);
-            multiply(a[0], step == 0);
-            take_step<1>(chunk, planes, next, sorted, scales);
-            multiply(a[ODD], false);
-            take_step<2>(chunk, planes, next, sorted, scales);
-            multiply(a[0], false);
-            take_step<3>(chunk, planes, next, sorted, scales);
-            multiply(a[ODD], false);
         }
         products_wait<0>();
         if ((threadIdx.x & 31) == 0) barrier_arrive(empty + before * 8);

@@ -8,7 +8,7 @@ import torch
 from kernels.linear.many_rows import ManyRows
 from kernels.linear.reference import linear_reference
 from kernels.linear.strip import interleave_halves, to_strips
-from kernels.linear.strip_gemm_hopper import SM, TILES, GemmHopper
+from kernels.linear.strip_gemm_hopper import SM, TILES, GemmHopper, HopperTile
 from kernels.linear.weights import moved
 from kernels.spec.device import compute_capability
 from kernels.spec.op import OpKey
@@ -45,13 +45,15 @@ def test_whole_tiles_beside_shared_ones() -> None:
     check_whole_and_shared(TILES)
 
 
-def test_gate_and_residual_in_the_epilogue() -> None:
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile.n}x{tile.m}")
+def test_gate_and_residual_in_the_epilogue(tile: HopperTile) -> None:
     """silu(gate) * up + residual."""
     layer = moved(random_layer(512, 640, 4, 128, "symmetric", bias=True, seed=3), CUDA)
     x = torch.randn(130, 640, device=CUDA).half()
     gate, up = linear_reference(x, layer).chunk(2, dim=-1)
     residual = torch.randn(130, 256, device=CUDA).half()
-    y = ManyRows(to_strips(interleave_halves(layer)), TILES, silu=True)(x, residual=residual)
+    run = ManyRows(to_strips(interleave_halves(layer)), TILES, silu=True)
+    y = run(x, residual=residual, plan=run.plan_for(130, tile))
     want = torch.nn.functional.silu(gate) * up + residual.float()
     torch.testing.assert_close(y.float(), want, rtol=3e-3, atol=6e-2)
 
