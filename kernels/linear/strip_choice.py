@@ -24,8 +24,6 @@ STREAM_ROWS = 16
 """Up to so many rows a grid that stays may be faster for many strips. 0 switches it off."""
 STREAM_16 = {4: 16.0, 3: MIDDLE}
 """Beyond 8 rows it takes more strips than so many for each multiprocessor, by bits."""
-NO_STREAM = {4: (3584,), 3: ()}
-"""Columns of which up to 8 rows are as fast in short blocks, by bits."""
 ONE_WAVE = (16, 20)
 """Strips for each multiprocessor that WAVE_PAIRS has all in flight at once."""
 
@@ -105,8 +103,6 @@ def choose_stream(
     if weights.strips / multiprocessors <= (MIDDLE if rows == 8 else STREAM_16[weights.bits]):
         return None
     columns = weights.padded_columns
-    if rows == 8 and columns in NO_STREAM[weights.bits]:
-        return None
     refused = strip_stream.refuse_stream(weights.group, columns, rows)
     return None if refused else strip_stream.stream_tile(columns, rows)
 

@@ -3,17 +3,17 @@
 //
 // A warp owns COLUMNS columns of K for good. It loads x's fragments of them once, and sums them up
 // once, and then takes its part of strip after strip: the loop is unpacking and products, little
-// else. One lane asks for whole strips by bulk copies, FIRST of them at first and WINDOW at a time
-// later, because all that are on their way come at about the same time; DEPTH find room. The WARPS
-// parts of a strip are added in the order of the warps, by a warp that does nothing else.
+// else. One lane asks for whole strips by bulk copies, WINDOW of them at a time, because all that
+// are on their way come at about the same time; DEPTH find room. The WARPS parts of a strip are
+// added in the order of the warps, by a warp that does nothing else.
 //
 // Reads once: weights, scales, offsets; x once a block. Loses where few strips are for each block:
 // nothing is added up before the first strip has come and x is summed (strip_gemv.cu).
 //
 // Defines: BITS 3 or 4. ROWS of x there is room for, 8 or 16. COLUMNS 128 or 256, WARPS: together
 // they are the padded columns. SETS of WARPS warps in a block, each with strips of its own. DEPTH,
-// FIRST, WINDOW. RESIDENT blocks are to fit a multiprocessor. GROUP 64 or 128 columns a scale.
-// OFFSETS, GATED, NORMED: as in strip_gemv.cu. WATCHED: see TELLERS.
+// WINDOW. GROUP 64 or 128 columns a scale. OFFSETS, GATED, NORMED: as in strip_gemv.cu. WATCHED: see
+// TELLERS.
 #include "async_copy.cuh"
 #include "carried_norm.cuh"
 #include "hopper.cuh"
@@ -37,7 +37,7 @@ constexpr int PART = ROWS * PITCH;
 constexpr int TURNS = DEPTH / SETS;  // slots of a set; room for the parts of as many strips
 static_assert(COLUMNS % GROUP == 0, "a warp's columns are whole groups");
 static_assert(DEPTH == TURNS * SETS && TURNS >= 2, "a strip is added up while the next one is left");
-static_assert(FIRST <= WINDOW && WINDOW <= DEPTH, "a slot for all that is on its way");
+static_assert(WINDOW <= DEPTH, "a slot for all that is on its way");
 // One lane tells a barrier that its warp is done: __syncwarp() orders what the others did before it.
 // Tools that watch every access see only who told, so for them all lanes do.
 constexpr int TELLERS = WATCHED ? strip::LANES : 1;
@@ -208,7 +208,7 @@ __device__ __forceinline__ void copy_bulk(unsigned to, const void* from, int byt
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS)
 strip_stream(const __half* x, const char* __restrict__ words, const char* __restrict__ scales,
              const char* __restrict__ offsets, const __half* __restrict__ bias,
              const __half* residual, __half* y, int rows, int out_features, int in_features,
@@ -238,22 +238,21 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
                 copy_bulk(slot + WORD_BYTES + SCALE_BYTES, offsets + at * SCALE_BYTES, SCALE_BYTES,
                           barrier);
         };
-        for (int i = lane; i < 4 * DEPTH; i += strip::LANES) {
-            const bool by_one = i < DEPTH, by_adder = i >= 3 * DEPTH;
-            barrier_init(come + 8 * i, by_one ? 1 : by_adder ? TELLERS : WARPS * TELLERS);
-        }
-        barrier_init_done();
-        __syncwarp();
         const int count = end - begin;
-        if (lane == 0)
-            for (int i = 0; i < min(FIRST, count); ++i) ask(i);
+        if (lane == 0) {  // by all lanes together it takes longer by far
+            for (int i = 0; i < 4 * DEPTH; ++i) {
+                const bool by_one = i < DEPTH, by_adder = i >= 3 * DEPTH;
+                barrier_init(come + 8 * i, by_one ? 1 : by_adder ? TELLERS : WARPS * TELLERS);
+            }
+            barrier_init_done();
+            for (int i = 0; i < min(WINDOW, count); ++i) ask(i);
+        }
         __syncwarp();
         __syncthreads();
         if (NORMED) __syncthreads();
         if (lane == 0)
-            for (int i = FIRST; i < count; ++i) {
-                // One more is on its way with each that comes, until WINDOW are.
-                const int after = max(i - WINDOW, (i - FIRST) / 2);
+            for (int i = WINDOW; i < count; ++i) {
+                const int after = i - WINDOW;
                 barrier_wait(come + 8 * place_of(after), after / DEPTH & 1);
                 if (i >= DEPTH) barrier_wait(come + READ + 8 * place_of(i), (i / DEPTH - 1) & 1);
                 ask(i);

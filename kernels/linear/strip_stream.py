@@ -21,20 +21,20 @@ GROUP = 128
 """Of a scale. Sums of smaller groups of x do not fit the registers beside it."""
 COLUMNS = 256
 """Of K, a warp's; half of it is in the tests."""
-SHAPES = {(8, 8): (3, 2, 2), (8, 14): (3, 2, 1), (8, 16): (3, 2, 1), (16, 14): (3, 2, 1)}
-"""Rows of x there is room for and warps along K: turns, window, blocks of a multiprocessor, as
-timed at K = 2048, 3584 and 4096. At 1536, and with 16 rows at 2048, short blocks are faster; 16
-rows of 4096 columns do not fit the registers.
+SHAPES = {(8, 8): (2, 3, 3), (8, 14): (1, 4, 2), (8, 16): (1, 3, 2), (16, 14): (1, 3, 2)}
+"""Rows of x there is room for and warps along K: sets of warps, turns, window, as timed at K =
+2048, 3584 and 4096. At 1536, and with 16 rows at 2048, short blocks are faster; 16 rows of 4096
+columns do not fit the registers.
 """
-_SUMS_PITCH, _FIRST = 20, 2
+_SUMS_PITCH = 20
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTile:
     """A block's shape. rows: of x there is room for, 8 or 16. warps: that share K, `columns` each,
     128 or 256; sets: of so many warps, with strips of their own. turns: strips of a set in shared
-    memory; `window` of a block's at most are on their way. blocks: of a multiprocessor. watched:
-    for tools that watch every access to shared memory.
+    memory; `window` of a block's at most are on their way. watched: for tools that watch every
+    access to shared memory.
     """
 
     rows: int
@@ -43,7 +43,6 @@ class StreamTile:
     turns: int
     window: int
     sets: int = 1
-    blocks: int = 1
     watched: bool = False
 
     @property
@@ -65,7 +64,7 @@ class StreamTile:
 
     def grid(self, rows: int, strips: int, multiprocessors: int) -> tuple[int, int, int]:
         """Blocks for so many rows of x and strips."""
-        return min(strips, multiprocessors * self.blocks), -(-rows // self.rows), 1
+        return min(strips, multiprocessors), -(-rows // self.rows), 1
 
     def variant(
         self, bits: int, group: int, offsets: bool, gated: bool = False, normed: bool = False
@@ -78,9 +77,7 @@ class StreamTile:
             "COLUMNS": self.columns,
             "SETS": self.sets,
             "DEPTH": self.depth,
-            "FIRST": min(_FIRST, self.window),
             "WINDOW": self.window,
-            "RESIDENT": self.blocks,
             "WATCHED": int(self.watched),
             "GROUP": group,
             "OFFSETS": int(offsets),
@@ -93,7 +90,7 @@ class StreamTile:
             SOURCE,
             ENTRY,
             defines,
-            max_registers=min(255, 65536 // (self.threads * self.blocks) // 8 * 8),
+            max_registers=min(255, 65536 // self.threads // 8 * 8),
             max_shared_bytes=shared + -(-barriers // 128) * 128,
             threads=self.threads,
             shared_bytes=shared,
@@ -117,8 +114,8 @@ def refuse_stream(group: int, columns: int, rows: int = 8) -> str | None:
 def stream_tile(columns: int, rows: int = 8) -> StreamTile:
     """For so many padded columns and rows of x, which refuse_stream() lets pass."""
     warps = columns // COLUMNS
-    turns, window, blocks = SHAPES[rows, warps]
-    return StreamTile(rows, warps, COLUMNS, turns, window, blocks=blocks)
+    sets, turns, window = SHAPES[rows, warps]
+    return StreamTile(rows, warps, COLUMNS, turns, window, sets)
 
 
 @cache

@@ -69,8 +69,7 @@ class Shape:
         (4, Shape(1792, 4096), 90, True),
         (8, Shape(1376, 2048, bits=3), 90, True),
         (9, Shape(1376, 2048, bits=3), 90, False),  # short blocks are faster
-        (1, Shape(2368, 3584), 90, False),  # as fast without
-        (1, Shape(2368, 3584, bits=3), 90, True),
+        (1, Shape(2368, 3584), 90, True),
         (16, Shape(2368, 3584), 90, True),
         (16, Shape(1184, 3584), 90, False),
         (16, Shape(1184, 3584, bits=3), 90, True),

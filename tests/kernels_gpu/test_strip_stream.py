@@ -19,25 +19,25 @@ pytestmark = [
 ]
 NAMES = [name for name in LAYERS if "g64" in name or "g128" in name]
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17)
-Shape = tuple[int, int, int, int]
+Shape = tuple[int, int, int]
 SHAPES: list[Shape] = [
-    (8, 256, 1, 2),
-    (16, 256, 1, 1),
-    (8, 128, 1, 1),
-    (16, 128, 3, 1),
-    (8, 128, 3, 1),
-    (8, 256, 2, 1),
+    (8, 256, 1),
+    (16, 256, 1),
+    (8, 128, 1),
+    (16, 128, 3),
+    (8, 128, 3),
+    (8, 256, 2),
 ]
-"""Rows of x there is room for, columns of a warp, sets of warps, blocks of a multiprocessor."""
+"""Rows of x there is room for, columns of a warp, sets of warps."""
 
 
 def tile_for(given: Case, shape: Shape, turns: int) -> StreamTile:
     """Skips what the layer's columns do not allow."""
-    rows, columns, sets, blocks = shape
+    rows, columns, sets = shape
     warps, rest = divmod(given.strips.padded_columns, columns)
     if rest or warps * sets > 16:
         pytest.skip(f"{given.strips.padded_columns} columns")
-    return StreamTile(rows, warps, columns, turns, turns * sets - 1, sets, blocks)
+    return StreamTile(rows, warps, columns, turns, turns * sets - 1, sets)
 
 
 def layer_of(given: Case, multiprocessors: int, gated: bool = False) -> StripFew:
