@@ -74,9 +74,10 @@ def quantize(options: argparse.Namespace) -> int:
     from safetensors import SafetensorError
 
     from configs.load import cache_dir
+    from engine_actor.load.formats.base import LARGEST_GROUP
     from engine_actor.quant import command
 
-    require_range(1, None, group=options.group)
+    require_range(1, LARGEST_GROUP, group=options.group)
     require_range(1, MOST_THREADS, threads=options.threads)
     require_range(0, None, tune_steps=options.tune_steps)
     chosen = command.QuantizeOptions(

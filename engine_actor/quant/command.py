@@ -6,6 +6,7 @@ Raises CheckpointError, one line, for everything a user can get wrong. Knows no 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -233,7 +234,7 @@ def _rows(checkpoint: Checkpoint, path: Path | None, builtin: str, rows: int) ->
 
 
 def _require_free(target: Path) -> None:
-    if target.exists():
+    if os.path.lexists(target):  # a link that leads nowhere would be in the way at the end
         raise refusal(str(target), "is there already; nothing is overwritten")
 
 

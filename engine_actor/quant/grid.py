@@ -37,7 +37,7 @@ class Grid:
 
     def width(self, columns: int) -> int:
         """Values in a full group."""
-        return columns if self.group == -1 else self.group
+        return columns if self.group == -1 else min(self.group, columns)
 
     def groups(self, columns: int) -> int:
         """G; the last group may be short."""

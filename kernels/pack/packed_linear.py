@@ -60,8 +60,10 @@ class PackedLinear:
 
     @property
     def group_size(self) -> int:
-        """The group in values; K itself where group is -1."""
-        return self.in_features if self.group == -1 else self.group
+        """The group in values; K itself where group is -1 or more than K. A checkpoint may name any
+        number, and work is done by this one.
+        """
+        return self.in_features if self.group == -1 else min(self.group, self.in_features)
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
@@ -110,6 +111,19 @@ def test_a_folder_that_is_there_is_not_overwritten(source, capsys):
     (source.parent / "out").mkdir()
     assert convert(source, "out") == 1
     assert "is there already; nothing is overwritten" in capsys.readouterr().err
+    (source.parent / "link").symlink_to(source.parent / "nowhere")
+    assert convert(source, "link") == 1
+    assert "is there already; nothing is overwritten" in capsys.readouterr().err
+
+
+def test_a_group_longer_than_every_row_is_the_row(source):
+    """It had been work and memory by that number."""
+    assert convert(source, "out", "--group", str(2**24)) == 0
+    assert convert(source, "rows", "--group", "192") == 0
+    for name in ("out", "rows"):
+        assert main(["inspect", str(source.parent / name)]) == 0
+    one, other = (load_file(source.parent / name / "model.safetensors") for name in ("out", "rows"))
+    assert {name for name in one if not torch.equal(one[name], other[name])} == set()
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04pickle", b"\xff" * 200, b"{}" * 50])

@@ -95,9 +95,12 @@ def test_dequantise_by_hand() -> None:
     ]
 
 
-def test_whole_row_group() -> None:
-    """group -1: one scale a row."""
-    layer = PackedLinear(8, -1, 3, pack_w8(torch.tensor([[1, 2, 3]])), torch.tensor([[2.0]]).half())
+@pytest.mark.parametrize("group", [-1, 3, 4, 2**40])
+def test_whole_row_group(group: int) -> None:
+    """One scale a row; a checkpoint may say so by a number that no memory would hold."""
+    codes, scales = pack_w8(torch.tensor([[1, 2, 3]])), torch.tensor([[2.0]]).half()
+    layer = PackedLinear(8, group, 3, codes, scales)
+    assert layer.group_size == 3
     assert dequantise(layer).tolist() == [[2.0, 4.0, 6.0]]
 
 

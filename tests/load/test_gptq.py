@@ -190,3 +190,15 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path, value: float) -> 
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"up_proj: has a scale that is not finite$"):
         read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_a_group_longer_than_any_row_is_the_row(tmp_path: Path, bits: int) -> None:
+    """What a config merely claims takes no memory: one scale a row, whatever the number."""
+    section = _gptq_section(bits, 2**24, True, desc_act=False)
+    matrices = write_foreign(tmp_path, section, gptq, draw_with(bits, -1, True), **WIDE)
+    weights = read_weights(tmp_path)
+    assert_equal(weights, matrices)
+    layer = weights["layers.0.qkv"]
+    assert isinstance(layer, PackedLinear)
+    assert layer.group_size == layer.in_features

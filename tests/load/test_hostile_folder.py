@@ -197,7 +197,7 @@ def test_a_tensor_that_its_shard_does_not_have(tmp_path: Path, no_weight_is_read
                 "format_version": 1,
                 "linears": {"embed": {"bits": 8, "group": 0}},
             },
-            "linears.embed: group 0 must be -1 or at least 1",
+            "linears.embed.group: 0 must be -1 or at least 1",
         ),
         (
             {"quant_method": "deepinfer", "format_version": 1, "linears": {}},

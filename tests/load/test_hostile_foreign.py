@@ -65,7 +65,17 @@ def _message(folder: Path) -> str:
         ("gptq", {"bits": 2}, "bits: 2 cannot be read (supported: 3, 4, 8)"),
         ("gptq", {"bits": True}, "bits: True cannot be read"),
         ("gptq", {"group_size": 0}, "group_size: 0 must be -1 or at least 1"),
-        ("gptq", {"group_size": 2**80}, None),
+        (
+            "gptq",
+            {"group_size": 2**40},
+            "group_size: 1099511627776 must be -1 or at least 1, at most",
+        ),
+        (
+            "awq",
+            {"group_size": 2**40},
+            "group_size: 1099511627776 must be -1 or at least 1, at most",
+        ),
+        ("gptq", {"group_size": 2**80}, "group_size: a huge number must be -1 or at least 1"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format: 'marlin' cannot be read"),
         ("gptq", {"checkpoint_format": "gptq_p"}, "checkpoint_format: 'gptq_p' cannot be read"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format: True cannot be read"),

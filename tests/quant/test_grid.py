@@ -63,6 +63,15 @@ def test_the_bytes_of_a_grid_are_those_of_the_packed_linear(grid, columns):
     assert torch.equal(dequantise(packed), expected)
 
 
+def test_a_group_longer_than_the_row_is_the_row():
+    values, most = weight(5, 96, 1), Grid(4, 2**40, offsets=True)
+    assert (most.width(96), most.groups(96)) == (96, 1)
+    whole = absmax_steps(values, Grid(4, -1, offsets=True))
+    steps = absmax_steps(values, most)
+    assert torch.equal(steps.scales, whole.scales)
+    assert most.nbytes(5, 96) == Grid(4, -1, offsets=True).nbytes(5, 96)
+
+
 @settings(max_examples=40, deadline=None)
 @given(grid=st.sampled_from(GRIDS), columns=st.integers(8, 200), seed=st.integers(0, 999))
 def test_a_search_is_never_worse_than_the_plain_rule(grid, columns, seed):

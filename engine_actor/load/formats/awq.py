@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine_actor.load.formats.base import FLOATS, Entry, Read
+from engine_actor.load.formats.base import FLOATS, Entry, Read, require_group
 from engine_actor.load.formats.imported import Stored, plan, signed_zeros
 from engine_actor.load.formats.words import pack_unsigned, unpack_padded
 from engine_actor.load.refusal import refusal
@@ -46,9 +46,7 @@ def _group(section: dict[str, Any]) -> int:
     if bits != BITS:
         raise refusal(f"{SECTION}.bits", f"{bits!r} cannot be read (AWQ has 4)")
     group = section.get("group_size", section.get("q_group_size"))
-    if type(group) is not int or not (group == -1 or group >= 1):
-        raise refusal(f"{SECTION}.group_size", f"{group!r} must be -1 or at least 1")
-    return group
+    return require_group(f"{SECTION}.group_size", group)
 
 
 def _stored(name: str, rows: int, columns: int, group: int, shards: ShardSet) -> Stored:

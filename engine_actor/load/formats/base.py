@@ -20,6 +20,9 @@ Loaded = Weight | dict[str, Weight]
 
 Read = Callable[[str], torch.Tensor]
 
+LARGEST_GROUP = 1 << 24
+"""No row is as long; a number that no index holds would fail somewhere behind the door."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -36,6 +39,17 @@ class Entry:
     bits: int = 0
     group: int = 0
     note: str = ""
+
+
+def require_group(where: str, group: object) -> int:
+    """A group as a config names it: -1 for the whole row, or how many values. Raises
+    CheckpointError.
+    """
+    if type(group) is not int or not (group == -1 or 1 <= group <= LARGEST_GROUP):
+        is_huge = isinstance(group, int) and abs(group) > 10**18
+        shown = "a huge number" if is_huge else repr(group)
+        raise refusal(where, f"{shown} must be -1 or at least 1, at most {LARGEST_GROUP}")
+    return group
 
 
 def fuse_dense(parts: list[DenseLinear]) -> DenseLinear:

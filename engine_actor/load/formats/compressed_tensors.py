@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine_actor.load.formats.base import FLOATS, Entry, Read
+from engine_actor.load.formats.base import FLOATS, Entry, Read, require_group
 from engine_actor.load.formats.imported import Stored, order_of, plan
 from engine_actor.load.formats.words import (
     pack_unsigned,
@@ -92,8 +92,7 @@ def _scheme(where: str, group: Any) -> _Scheme:
     if strategy not in STRATEGIES:
         raise refusal(f"{where}.weights.strategy", f"{strategy!r} cannot be read")
     size = weights.get("group_size") if strategy == "group" else -1
-    if type(size) is not int or not (size == -1 or size >= 1):
-        raise refusal(f"{where}.weights.group_size", f"{size!r} must be -1 or at least 1")
+    size = require_group(f"{where}.weights.group_size", size)
     return _Scheme(bits, size, weights.get("symmetric", True) is True, strategy == "tensor")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine_actor.load.formats.base import FLOATS, Entry, Read
+from engine_actor.load.formats.base import FLOATS, Entry, Read, require_group
 from engine_actor.load.formats.imported import Stored, order_of, plan, signed_zeros
 from engine_actor.load.formats.words import pack_unsigned, signed_bytes, unpack_stream
 from engine_actor.load.refusal import refusal
@@ -69,8 +69,7 @@ def _settings(section: dict[str, Any]) -> _Settings:
     bits, group = section.get("bits"), section.get("group_size", -1)
     if type(bits) is not int or bits not in BITS:
         raise refusal(f"{SECTION}.bits", f"{bits!r} cannot be read (supported: 3, 4, 8)")
-    if type(group) is not int or not (group == -1 or group >= 1):
-        raise refusal(f"{SECTION}.group_size", f"{group!r} must be -1 or at least 1")
+    group = require_group(f"{SECTION}.group_size", group)
     symmetric = section.get("sym", False) is True
     return _Settings(bits, group, symmetric, _STORED_LESS[name], bool(section.get("dynamic")))
 

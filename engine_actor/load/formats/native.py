@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from engine_actor.load.formats.base import FLOATS, Entry, Read, Weight, refuse_leftovers
+from engine_actor.load.formats.base import (
+    FLOATS,
+    Entry,
+    Read,
+    Weight,
+    refuse_leftovers,
+    require_group,
+)
 from engine_actor.load.names import LinearSlot, VectorSlot, slots
 from engine_actor.load.refusal import refusal
 from engine_actor.load.shards import ShardSet
@@ -63,9 +70,7 @@ def _bits_and_group(name: str, value: Any) -> tuple[int, int]:
     bits, group = value["bits"], value["group"]
     if type(bits) is not int or bits not in BITS:
         raise refusal(where, f"bits {bits!r} must be one of {', '.join(map(str, BITS))}")
-    if type(group) is not int or not (group == -1 or group >= 1):
-        raise refusal(where, f"group {group!r} must be -1 or at least 1")
-    return bits, group
+    return bits, require_group(f"{where}.group", group)
 
 
 def _pieces(slot: LinearSlot, shards: ShardSet) -> Iterator[LinearSlot]:
