@@ -14,8 +14,7 @@
 // length: a graph captured for long contexts serves short ones as well as long.
 //
 // grid (kv_heads * head_tiles, splits, sequences), block WARPS * 32. With -DCLUSTER=1 up to eight
-// splits may be launched as a cluster; off, decode_heads.py says why. -DHEAD_NORM=0|1, and those of
-// paged_decode.cu.
+// splits may be launched as a cluster. -DHEAD_NORM=0|1, and those of paged_decode.cu.
 #include "head.cuh"
 #include "paged_stream.cuh"
 
@@ -93,7 +92,7 @@ decode_heads(const element* heads, const float* cos, const float* sin, const flo
     __shared__ Staged staged;
     allow_next();
 #if MEETS_IN_CLUSTER
-    arrive_in_cluster();
+    if (is_in_cluster()) arrive_in_cluster();
 #endif
     const int sequence = blockIdx.z, warp = threadIdx.x / 32;
     const int kv_head = blockIdx.x % kv_heads, head_tile = blockIdx.x / kv_heads;

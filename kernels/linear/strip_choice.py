@@ -31,11 +31,12 @@ ALONE = {
     4: GemvTile(8, warps=32, unroll=1),
     3: GemvTile(8, warps=28, unroll=1, signed=True),
 }
-ALONE_SHORT = {4: ALONE[4], 3: GemvTile(8, warps=16, unroll=1, signed=True)}
 ALONG_K = {
     4: GemvTile(8, warps=16, unroll=1, resident=2),
     3: GemvTile(8, warps=14, unroll=1, resident=2, signed=True),
 }
+ALONE_SHORT = {4: ALONG_K[4], 3: GemvTile(8, warps=16, unroll=1, signed=True)}
+"""Where 32 warps would not all have a step: the kernel behind it finds room earlier."""
 HALF_K = {
     4: GemvTile(8, warps=8, unroll=2, resident=3),
     3: GemvTile(8, warps=9, unroll=1, resident=3, signed=True),

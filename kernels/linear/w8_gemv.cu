@@ -10,8 +10,8 @@
 // y in fp32, else in the element's type.
 #include "w8_codes.cuh"
 
-constexpr int WARPS = 4;
-constexpr int STRIPS = 2;
+constexpr int WARPS = 8;
+constexpr int STRIPS = 1;
 constexpr int ROWS = 16 * STRIPS;
 constexpr int MINE = CHUNK / 4;  // columns of a chunk in one lane
 constexpr int STEPS = CHUNK / 16;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void multiply(const Codes& codes, const Words<2 * MIN
 
 // x [m, columns], m <= 8 * BATCHES; codes i8[rows, columns]; scales f16[rows, columns / group];
 // bias [rows] or null; y [m, rows]. columns and group are multiples of CHUNK.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BATCHES == 1 ? 4 : 2)
 w8_gemv(const element* x, const signed char* codes, const __half* scales, const element* bias,
         result* y, int m, int rows, int columns, int group) {
     __shared__ float joined[WARPS][ROWS][8 * BATCHES + 1];

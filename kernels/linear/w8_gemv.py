@@ -14,8 +14,8 @@ from kernels.spec.op import OpKey
 
 SOURCE = CudaSource("linear/w8_gemv.cu")
 MOST_ROWS = 16
-ROWS_A_BLOCK = 32
-THREADS = 128
+ROWS_A_BLOCK = 16
+THREADS = 256
 CHUNKS = (64, 32)
 DTYPES = {torch.float16: 0, torch.bfloat16: 1}
 
@@ -25,7 +25,8 @@ def variant(bf16: int, batches: int, chunk: int, wide: int = 0) -> Variant:
     fp32.
     """
     defines = {"BF16": bf16, "BATCHES": batches, "CHUNK": chunk, "WIDE": wide}
-    return Variant(SOURCE, "w8_gemv", defines, max_registers=168, threads=THREADS)
+    registers = 64 if batches == 1 else 128
+    return Variant(SOURCE, "w8_gemv", defines, max_registers=registers, threads=THREADS)
 
 
 SHIPPED = tuple(

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.attention import decode_heads
 from kernels.attention.cuda import (
     FEW_WARPS,
     HEAD_DIMS,
@@ -18,7 +17,7 @@ from kernels.attention.cuda import (
     split_of,
     variant,
 )
-from kernels.attention.decode_heads import MOST_IN_CLUSTER, splits_in_cluster
+from kernels.attention.decode_heads import CLUSTER_UNITS, MOST_IN_CLUSTER, splits_in_cluster
 from kernels.attention.op import ATTENTION
 from kernels.spec.op import OpKey
 
@@ -100,11 +99,19 @@ class Card:
 
 @pytest.mark.parametrize(
     ("clusters", "splits", "sequences", "expect"),
-    [(31, 4, 31, 4), (31, 4, 32, 1), (15, 8, 2, 8), (15, 9, 2, 1), (66, 1, 2, 1), (0, 4, 2, 1)],
+    [
+        (7, 4, 7, 4),
+        (7, 4, 8, 1),
+        (40, 4, CLUSTER_UNITS, 4),
+        (40, 4, CLUSTER_UNITS + 1, 1),
+        (15, 8, 2, 8),
+        (15, 9, 2, 1),
+        (66, 1, 2, 1),
+        (0, 4, 2, 1),
+    ],
 )
-def test_splits_are_a_cluster_where_all_clusters_fit(
-    monkeypatch: pytest.MonkeyPatch, clusters: int, splits: int, sequences: int, expect: int
+def test_splits_of_few_sequences_are_a_cluster_where_all_clusters_fit(
+    clusters: int, splits: int, sequences: int, expect: int
 ) -> None:
     """One that had to wait for another would take twice as long: 11.8 for 7.3 us at 16 rows."""
-    monkeypatch.setattr(decode_heads, "CLUSTERS", True)
     assert splits_in_cluster(Card(clusters), 256, splits, sequences) == expect

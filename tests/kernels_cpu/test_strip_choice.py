@@ -40,7 +40,8 @@ def test_every_w4_call_takes_a_shipped_shape(m: int, n: int, k: int, multiproces
 @pytest.mark.parametrize(
     ("n", "k", "multiprocessors", "warps"),
     [
-        (2048, 2048, 132, 32),  # one strip for each multiprocessor: warps share K
+        (2048, 11008, 132, 32),  # one strip for each multiprocessor: warps share K
+        (2048, 2048, 132, 16),  # a step for each of them
         (5632, 2048, 132, 8),
         (37888, 3584, 132, 4),  # many strips: short blocks
         (2048, 2048, 20, 4),  # the same layer is wide on a small card

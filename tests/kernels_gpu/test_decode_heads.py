@@ -152,9 +152,7 @@ def test_splits_meet_in_clusters_or_outside(
     monkeypatch: pytest.MonkeyPatch, clusters: bool, int8: bool
 ) -> None:
     """Each number of splits, some of them without tiles."""
-    monkeypatch.setattr(decode_heads, "CLUSTERS", clusters)
-    decode_heads._kernel.cache_clear()
+    monkeypatch.setattr(decode_heads, "CLUSTER_UNITS", 1000 if clusters else 0)
     for longest in (512, 400, 1024, 2048):
         check(Step((290, 1, 0, 400), longest, 28, 4, 128), 128, "float16", int8)
     check(Step(LENGTHS, 1024, 16, 2, 128), 128, "bfloat16", int8, normed=True)
-    decode_heads._kernel.cache_clear()
