@@ -1,5 +1,5 @@
-"""Sampling on a GPU: a batch's parameters go there in one copy, the kernels choose, one copy comes
-back; the host waits for nothing before it reads.
+"""Sampling on a GPU: a batch's parameters go there in one copy, the kernels choose and tell the
+host, which waits for nothing before it reads.
 
 Same tokens as sampler.py's own way for the same probabilities. Knows rows and their parameters;
 what a kernel does with them is kernels/sampling's.
