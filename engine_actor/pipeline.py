@@ -36,7 +36,9 @@ def make_feed(device: torch.device, depth: int, max_num_seqs: int) -> Feed:
     return Feed(PinnedStaging(device, SerialPair(device).fence), tokens)
 
 
-LOOK_S = 0.0001
+LOOK_S, LOOKS = 0.00003, 3
+"""Between looks at a long step, and looks before whoever has come is taken in. Shorter than a sleep
+can be, so a sleep takes twice that."""
 MOST_LOOKS = 2000
 """At a long step before the host just waits for it: a device that hangs must be seen to hang."""
 
@@ -88,6 +90,7 @@ class Pipeline:
             void = self._scheduler.void(plan.step)
         self._copies.wait(plan.waits_for)
         step = self._steps.launch(plan, void)
+        self._looks = 0
         self._open.append(step)
         self._scheduler.look_ahead(plan)
         # What failed is run again in smaller pieces, behind all that came before it; scores of a
@@ -105,11 +108,13 @@ class Pipeline:
             self._open[-1].plan, scheduler.running, scheduler.waiting, limits
         ):
             return False
-        if self._looks < MOST_LOOKS and not _is_done(self._open[-1]):
+        for _ in range(LOOKS):
+            if self._looks >= MOST_LOOKS or _is_done(self._open[-1]):
+                break
             self._looks += 1
             time.sleep(LOOK_S)
+        else:
             return True
-        self._looks = 0
         self._end_all_but(0)
         return True
 

@@ -123,11 +123,13 @@ def through_engine(
     """Requests of one length, stepped to their end in this process. sent: seconds from the start
     at which the clients send; came: when the engine gets them, left out where that is the same.
     What comes while a step is being launched has waited for it, as behind HTTP."""
-    start, requests, due = run.clock(), list[Request](), came or sent
+    requests, due = list[Request](), came or sent
+    prompts = [run.prompt(args.prompt) for _ in due]  # clients have theirs when they send
+    start = run.clock()
     while len(requests) < len(due) or run.engine.has_work:
         while len(requests) < len(due) and run.clock() >= start + due[len(requests)]:
             at = start + sent[len(requests)]
-            requests.append(run.submit(args.prompt, args.out))
+            requests.append(run.submit(prompts[len(requests)], args.out))
             requests[-1].sent = at
         if run.engine.has_work:
             run.step()

@@ -91,11 +91,12 @@ async def stream_completion(
     url: str, body: Mapping[str, Any], clock: Clock, api_key: str | None = None
 ) -> StreamRecord:
     """POST `body` to `url` and read the stream to its end. Failures are told in the record."""
+    request = _request_bytes(url, body, api_key)
     record = StreamRecord(sent=clock())
     try:
         reader, writer = await _connect(url)
         try:
-            writer.write(_request_bytes(url, body, api_key))
+            writer.write(request)
             await writer.drain()
             status, chunked = await _read_head(reader)
             if status != 200:

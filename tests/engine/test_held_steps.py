@@ -27,7 +27,7 @@ BURSTS = {
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "LOOK_S", 0.0)
-    monkeypatch.setattr(pipeline, "MOST_LOOKS", 5)
+    monkeypatch.setattr(pipeline, "MOST_LOOKS", 5 * pipeline.LOOKS)
 
 
 def held_engine(**config: object) -> tuple[Engine, Driver, QueuedRunner]:
