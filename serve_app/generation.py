@@ -46,7 +46,6 @@ class Generation:
         if job.deadline_ms is not None:
             self._deadline = time.monotonic() + job.deadline_ms / 1e3 + DEADLINE_GRACE_S
         self._link = link
-        self._choices = [Choice(job, child, tokenizer) for child in job.children()]
         self._receiver: Receiver | None = None
         if job.needs_engine:
             self._receiver = link.submit(job.n_children, job.submits, capacity)
@@ -57,6 +56,12 @@ class Generation:
         self._open = set(rids)
         self.public_id = format_public_id(prefix, link.client, rids)
         self._wants_usage = job.include_usage or not job.stream
+        try:
+            # The engine need not wait for the contexts that texts begin with.
+            self._choices = [Choice(job, child, tokenizer) for child in job.children()]
+        except BaseException:
+            self.close()
+            raise
 
     async def deltas(
         self, at_most_s: float | None = None

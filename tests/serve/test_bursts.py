@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from serve_app import generation
 from serve_app.turnstile import A_TURN, Turnstile
 from tests.serve.conftest import running_api
 from tests.serve.doubles import PieceTokenizer
@@ -70,3 +71,17 @@ async def test_a_request_is_posted_before_the_next_one_is_parsed(monkeypatch: An
         answers = await asyncio.gather(*(api.complete(f"p{i}", max_tokens=2) for i in range(6)))
     assert [answer.json()["choices"][0]["text"] for answer in answers] == ["AB"] * 6
     assert log == [line for i in range(6) for line in (f"parse p{i}", "post 1")]
+
+
+async def test_a_text_that_cannot_begin_leaves_no_sequence_behind(monkeypatch: Any) -> None:
+    """Texts are made once the request is on its way."""
+
+    def broken(*given: Any) -> Any:
+        raise ValueError("no text")
+
+    async with running_api(PieceTokenizer(), lambda submit: [65, 66]) as api:
+        with monkeypatch.context() as patch:
+            patch.setattr(generation, "Choice", broken)
+            assert (await api.complete("a", max_tokens=2)).status_code == 500
+        assert api.link.live == 0
+        assert (await api.complete("a", max_tokens=2)).json()["choices"][0]["text"] == "AB"
