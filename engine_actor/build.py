@@ -36,7 +36,7 @@ from engine_actor.model.memory import (
     plan_memory,
 )
 from engine_actor.model.runner import ModelRunner, build_runner
-from engine_actor.model.sampler import Sampler
+from engine_actor.model.sampler import BrokenLogits, Sampler
 from engine_actor.planning import (
     context_length,
     plan_here,
@@ -97,7 +97,11 @@ def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0")
     facts = _facts(args, checkpoint, runner, max_model_len, name, plan)
     sampler = Sampler(runner.vocab_size)
     engine = Engine(config, facts, runner, sampler)
-    warm_up(runner, config, sampler)
+    try:
+        warm_up(runner, config, sampler)
+    except BrokenLogits:
+        why = "a weight, or a number in config.json, is out of all range"
+        raise CheckpointError(f"the model gives no finite logits: {why}") from None
     LOGGER.info("%s serves %s (%s) on %s", name, facts.model, facts.weights, facts.device)
     LOGGER.info("layers: %s", facts.layer_kernels)
     return engine

@@ -50,11 +50,13 @@ class ChatTemplate:
         """
         names = {**self._special_tokens, "tools": None, "documents": None, **variables}
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
                 **names,
             )
+            text.encode()  # an escape in the template may be half a character
+            return text
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_reason(error)) from None
         except Exception as error:  # a template is a program: any error of its own lands here

@@ -44,9 +44,20 @@ def parse_json_object(where: str | Path, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise refusal(where, f"not JSON ({reason})") from None
+    if b"\\ud" in text.lower() and not _is_text(value):
+        raise refusal(where, "holds a lone surrogate, which is no text")
     if not isinstance(value, dict):
         raise refusal(where, f"must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _is_text(value: Any) -> bool:
+    """Whether every string in it can be written; an escape may name half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

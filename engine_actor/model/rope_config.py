@@ -7,6 +7,7 @@ can prove equal to transformers are built (default, linear, llama3, yarn); other
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ _REQUIRED: dict[str, frozenset[str]] = {
     **_KEYS,
     "yarn": frozenset({"factor", "original_max_position_embeddings"}),
 }
+LARGEST = sys.float_info.max
+"""An int may be larger than any float."""
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -97,9 +100,14 @@ def _scaling(kind: str, section: dict[str, Any], name: str) -> RopeScaling | Non
 def _number(value: Any, name: str, default: float) -> float:
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"config.json: {name} must be a positive number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+        raise CheckpointError(f"config.json: {name} must be a positive number, got {_shown(value)}")
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    """An integer of thousands of digits is refused by repr itself."""
+    return "a huge one" if isinstance(value, int) and abs(value) > LARGEST else repr(value)
 
 
 def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> list[float]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from configs.schema import AppArgs
+from engine_actor.build import build_engine
 from engine_actor.errors import CheckpointError
+from engine_actor.load.chat_template import ChatTemplateError
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import tiny_config, write_tiny
+from engine_actor.load.tokenizer import Tokenizer
 from tests.load.oracle import edit_json
 
 VALUES: list[Any] = [
-    *[True, -1, 0, 1.5, float("inf"), float("nan"), 10**30, "x", "\n", [], [[]], [{}], [None]],
+    *[True, -1, 0, 1.5, float("inf"), float("nan"), 10**30, 10**400, "x", "\n"],
+    *[[], [[]], [{}], [None]],
     *[{}, {"a\n": 1}, {"rope_type": []}, {"rope_type": "x\ny"}, {"rope_theta": "x"}],
 ]
 KEYS = sorted(
@@ -70,3 +76,42 @@ def test_a_key_we_cannot_honour_is_named(
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder)
     assert str(caught.value).startswith(f"config.json: {message}")
+
+
+@pytest.mark.parametrize(
+    ("file", "read"),
+    [("config.json", open_checkpoint), ("tokenizer_config.json", Tokenizer.from_folder)],
+)
+def test_half_a_character_is_no_text(tmp_path: Path, file: str, read: Callable[..., Any]) -> None:
+    """JSON can write one; nothing that takes text can."""
+    folder = write_tiny(tmp_path)
+    before = (folder / file).read_text()
+    edit_json(folder / file, eos_token="\ud800")
+    with pytest.raises(CheckpointError, match=f"{file}: holds a lone surrogate"):
+        read(folder)
+    (folder / file).write_text(before)
+    read(folder)
+
+
+def test_a_whole_character_of_two_halves_is_text(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    edit_json(folder / "tokenizer_config.json", pad_token="\U0001f600")
+    assert "\\ud83d" in (folder / "tokenizer_config.json").read_text()
+    assert Tokenizer.from_folder(folder).special_tokens["pad_token"] == "\U0001f600"
+
+
+def test_a_template_that_writes_half_a_character_is_refused_as_a_template(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ '\\ud800' }}")
+    tokenizer = Tokenizer.from_folder(folder)
+    with pytest.raises(ChatTemplateError):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_model_without_finite_logits_is_refused_before_it_serves(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    edit_json(folder / "config.json", rope_theta=1e-300)
+    engine = {"device": "cpu", "cpu_threads": 1, "kv": {"budget_mb": 4}, "native_kernels": "off"}
+    args = AppArgs.model_validate({"model": {"path": str(folder)}, "engine": engine})
+    with pytest.raises(CheckpointError, match=r"^the model gives no finite logits"):
+        build_engine(args, folder)
