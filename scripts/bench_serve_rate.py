@@ -126,9 +126,8 @@ def through_engine(
     What comes while a step is being launched has waited for it, as behind HTTP."""
     requests, due = list[Request](), came or sent
     prompts = [run.prompt(args.prompt) for _ in due]  # clients have theirs when they send
-    time.sleep(
-        LEAD_S
-    )  # a device that has just worked gives a first token half a millisecond sooner
+    # A device that has just worked gives a first token half a millisecond sooner.
+    time.sleep(LEAD_S)
     start = run.clock()
     while len(requests) < len(due) or run.engine.has_work:
         while len(requests) < len(due) and run.clock() >= start + due[len(requests)]:
