@@ -2,11 +2,11 @@
 //
 // A code u whose lowest bit is bit b of a 16-bit half, alone in it, is the fp16 number u 2^(b-24),
 // exactly: below the normal numbers a half is an integer. One lop3 makes two codes of a word two such
-// numbers. Tensor cores multiply them at full speed; where b is the same for all codes of a row, the
-// sums are the products times 2^(b-24), and lack 8 (or 4) times the sum of x, which is another
-// product's. Elsewhere the lop3 puts the exponent of 2^(10-b) above the code, which makes it
-// 2^(10-b) + u, and one subtraction of 2^(10-b) + 8 (or 4) the signed code. No integer is ever
-// converted.
+// numbers. Tensor cores multiply them at full speed; where b is made the same for all codes of a row
+// (level(), on x or on the codes), the sums are the products times 2^(b-24), and lack 8 (or 4) times
+// the sum of x, which is another product's. Elsewhere the lop3 puts the exponent of 2^(10-b) above
+// the code, which makes it 2^(10-b) + u, and one subtraction of 2^(10-b) + 8 (or 4) the signed code.
+// No integer is ever converted.
 //
 // The integer part compiles for the host as well; tests/kernels_build runs it against the packers.
 #pragma once
@@ -46,17 +46,17 @@ STRIP_INLINE unsigned masked_or(unsigned word, unsigned mask, unsigned magic) {
 template <int WIDTH>
 constexpr int MIDDLE = 1 << (WIDTH - 1);
 
-// Where level() leaves the codes of rows 0 .. 7 and 8 .. 15 of a strip: bit 0 and this one.
+// Where level() leaves the codes of rows 8 .. 15 of a strip, above those of rows 0 .. 7.
 template <int WIDTH>
 constexpr int UPPER_PLACE = WIDTH;
 
-// So bare codes of rows 0 .. 7 are their values and MIDDLE, times 2^-24, of rows 8 .. 15 times
-// 2^(WIDTH - 24). A of the product with x that takes MIDDLE off, and what sums are to be multiplied
-// by in the end.
+// Bare codes at bit b are their values and MIDDLE, times 2^(b-24). A of the product with x that
+// takes MIDDLE off: the bits of a power of two up to 2^11 are the number of as many 2^-24. And what
+// sums of codes at bit 0, and above, are to be multiplied by in the end.
 template <int WIDTH>
-constexpr unsigned LESS_LOWER = 0x80008000u + MIDDLE<WIDTH> * 0x10001u;
-template <int WIDTH>
-constexpr unsigned LESS_UPPER = 0x80008000u + (MIDDLE<WIDTH> * 0x10001u << UPPER_PLACE<WIDTH>);
+STRIP_INLINE constexpr unsigned less_at(int place) {
+    return 0x80008000u + (MIDDLE<WIDTH> * 0x10001u << place);
+}
 constexpr float LOWER_UNIT = 16777216.0f;
 template <int WIDTH>
 constexpr float UPPER_UNIT = LOWER_UNIT / (1 << UPPER_PLACE<WIDTH>);
@@ -114,13 +114,6 @@ STRIP_INLINE void place_pairs(const unsigned (&words)[3], unsigned (&pairs)[PAIR
     pairs[last] = masked_or(upper[2], 0x02000200, pairs[last]);
 }
 
-// Where level() leaves codes of columns 2 c and 2 c + 1 of a lane, of rows 0 .. 7: x of these columns
-// is to be divided by 2 to the power of this, which costs an x below 2^-11 bits at its end.
-template <int WIDTH>
-STRIP_INLINE constexpr int x_place(int c) {
-    return WIDTH == 3 && (c == 3 || c == 4) ? 6 - c : 0;
-}
-
 }  // namespace strip
 
 #if defined(__CUDACC__)
@@ -153,21 +146,28 @@ STRIP_INLINE unsigned times_power(unsigned pair, int of) {
     return as_word(__hmul2(as_half2(pair), as_half2(power)));
 }
 
-// Bare codes to places that all sums of a row can share, and x to what that takes. words: 2 j and
-// 2 j + 1 are B of the product whose A are pairs[4 j .. 4 j + 3].
+// By what power of two x of columns 2 c and 2 c + 1 of a lane is divided: bare codes of rows 0 .. 7
+// then stay where they are. An x below 2^-8 may lose up to six bits at its end by it.
+template <int WIDTH>
+STRIP_INLINE constexpr int x_place(int c) {
+    return place_of<WIDTH>(2 * c);
+}
+
+// Bare codes of rows 8 .. 15 to UPPER_PLACE above their neighbours', and x to what both take. words:
+// 2 j and 2 j + 1 are B of the product whose A are pairs[4 j .. 4 j + 3].
 template <int WIDTH>
 STRIP_INLINE void level(unsigned (&pairs)[PAIRS]) {
 #pragma unroll
-    for (int p = 0; p < PAIRS; ++p) {
-        const int by = x_place<WIDTH>(p / 2) + p % 2 * UPPER_PLACE<WIDTH> - place_of<WIDTH>(p);
-        if (by != 0) pairs[p] = times_power(pairs[p], by);
+    for (int c = 0; c < PAIRS / 2; ++c) {
+        const int by = x_place<WIDTH>(c) + UPPER_PLACE<WIDTH> - place_of<WIDTH>(2 * c + 1);
+        if (by != 0) pairs[2 * c + 1] = times_power(pairs[2 * c + 1], by);
     }
 }
 
 template <int WIDTH>
-STRIP_INLINE void level_x(unsigned (&words)[8]) {
+STRIP_INLINE void level_x(unsigned (&words)[PAIRS / 2]) {
 #pragma unroll
-    for (int c = 0; c < 8; ++c)
+    for (int c = 0; c < PAIRS / 2; ++c)
         if (x_place<WIDTH>(c) != 0) words[c] = times_power(words[c], -x_place<WIDTH>(c));
 }
 

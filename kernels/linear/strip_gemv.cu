@@ -119,8 +119,8 @@ using Sums = float[STRIPS][TILES][4];
 // A of a product that sums x up, of a strip's rows 0 .. 7 and 8 .. 15: ones, or what bare codes are
 // too much; and what sums are to be multiplied by in the end.
 constexpr unsigned ONES = 0x3c003c00;
-constexpr unsigned OF_LOWER = BARE ? strip::LESS_LOWER<BITS> : ONES;
-constexpr unsigned OF_UPPER = BARE ? strip::LESS_UPPER<BITS> : ONES;
+constexpr unsigned OF_LOWER = BARE ? strip::less_at<BITS>(0) : ONES;
+constexpr unsigned OF_UPPER = BARE ? strip::less_at<BITS>(strip::UPPER_PLACE<BITS>) : ONES;
 constexpr float UNIT = BARE ? strip::LOWER_UNIT : 1.0f;
 constexpr float UPPER_UNIT = BARE ? strip::UPPER_UNIT<BITS> : 1.0f;
 

@@ -121,8 +121,9 @@ __device__ __forceinline__ void keep_x(Kept& kept, const __half* x, size_t pitch
                 unsigned* const to = kept.words[block][b] + 4 * half;
                 to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
             }
-    const unsigned less[4] = {strip::LESS_LOWER<BITS>, strip::LESS_UPPER<BITS>,
-                              strip::LESS_LOWER<BITS>, strip::LESS_UPPER<BITS>};
+    constexpr unsigned lower = strip::less_at<BITS>(0);
+    constexpr unsigned upper = strip::less_at<BITS>(strip::UPPER_PLACE<BITS>);
+    const unsigned less[4] = {lower, upper, lower, upper};
     float halves[2][GROUPS][TILES][4] = {};  // neighbouring products do not wait for each other
 #pragma unroll
     for (int j = 0; j < 4 * GROUP_BLOCKS; ++j)

@@ -114,6 +114,18 @@ def test_padding_is_never_seen(shape: Shape) -> None:
     assert torch.equal(clean, dirty)
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("name", ["w4 g128", "w3 g128"])
+def test_small_x_keeps_what_counts(name: str, shape: Shape) -> None:
+    """Of W3, x is divided by up to 64, which costs numbers so small some bits."""
+    given = case(name, seed=9)
+    tile = tile_for(given, shape, turns=2)
+    x = (given.x(tile.rows, 9).float() / 500).half()
+    got = Poisoned(tile.rows, given.layer.out_features)
+    layer_of(given, 3)(x, out=got.y, tile=tile)
+    got.check(given.reference(x), "small x")
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bits", [4, 3])
 def test_a_norm_is_in_the_product(bits: int, gated: bool) -> None:
