@@ -252,9 +252,9 @@ SHIPPED = (
     stream_tile(2048).variant(3, 128, offsets=True, gated=True),
     stream_tile(4096).variant(4, 128, offsets=False, gated=True, normed=True),
 )
-"""Every shape for W4 in symmetric groups of 128, the largest ones for W3 and for groups of 32 with
-offsets, gate and up on wide shapes, those with norms where they are in use; of grids that stay, one
-with norms, which only a forced tile takes. Other kinds of weights compile on first use. Not all of
-those are within the budget: W3 in layers that are not wide spills up to 108 bytes a thread on
-sm_86, at 9 to 64 rows most of all.
+"""Every shape for W4 in symmetric groups of 128, most of those for up to 16 rows of W3, the largest
+ones for groups of 32 with offsets, gate and up on wide shapes, those with norms where they are in
+use; of grids that stay, one with norms, which only a forced tile takes. Other kinds of weights
+compile on first use. One of those is beyond the budget: 33 to 64 rows of W3 in layers of middling
+width spill 108 bytes a thread on sm_86.
 """
