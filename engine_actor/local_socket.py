@@ -28,6 +28,8 @@ from engine_actor.service import EngineService
 log = logging.getLogger(__name__)
 
 STARTING_S = 10.0
+MOST_POSTS = 16
+"""Of one client that wait for their answers; it has fewer in flight."""
 
 
 class LocalSocket:
@@ -88,33 +90,57 @@ class LocalSocket:
             await asyncio.gather(*connections, return_exceptions=True)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One client until it leaves: calls in order, each answered before the next is read."""
+        """One client until it leaves. Its posts run in order and are answered in order; the next is
+        read and given to the engine while the one before waits for its answer."""
+        posts: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue(MOST_POSTS)
+        answering = asyncio.create_task(self._answer_posts(posts, writer))
         try:
             key = await reader.readexactly(KEY_BYTES)
             if not secrets.compare_digest(key, self._key):
                 return
-            while True:
-                await self._answer(await read_frame(reader), writer)
+            while not answering.done():
+                verb, *arguments = await read_frame(reader)
+                if verb == "post":
+                    await posts.put(asyncio.create_task(self._service.post(*arguments)))
+                elif verb == "events":
+                    await self._send_events(arguments, writer)
+                else:
+                    raise ValueError(f"no call {verb!r}")
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         except asyncio.CancelledError:
             return  # the server closes; whoever waits here sees the connection end
         except Exception:
             log.exception("a call on the loopback socket")
+        finally:
+            answering.cancel()
+            while not posts.empty():
+                posts.get_nowait().cancel()  # what the engine has been given, it does
 
-    async def _answer(self, call: Any, writer: asyncio.StreamWriter) -> None:
-        verb, *arguments = call
+    async def _answer_posts(
+        self, posts: asyncio.Queue[asyncio.Task[Any]], writer: asyncio.StreamWriter
+    ) -> None:
         try:
-            if verb == "post":
-                writer.write(pack_frame(("reply", await self._service.post(*arguments))))
-            elif verb == "events":
-                async with aclosing(self._service.events(*arguments)) as batches:  # type: ignore[type-var]
-                    async for batch in batches:
-                        writer.write(pack_frame(("batch", batch)))
-                        await writer.drain()
-                writer.write(pack_frame(("end",)))
-            else:
-                raise ValueError(f"no call {verb!r}")
+            while True:
+                post = await posts.get()
+                try:
+                    writer.write(pack_frame(("reply", await post)))
+                except EngineError as error:
+                    writer.write(pack_frame(("error", error.code, str(error))))
+                await writer.drain()
+        except ConnectionError:
+            return
+        except Exception:
+            log.exception("a call on the loopback socket")
+            writer.close()
+
+    async def _send_events(self, arguments: list[Any], writer: asyncio.StreamWriter) -> None:
+        try:
+            async with aclosing(self._service.events(*arguments)) as batches:  # type: ignore[type-var]
+                async for batch in batches:
+                    writer.write(pack_frame(("batch", batch)))
+                    await writer.drain()
+            writer.write(pack_frame(("end",)))
         except EngineError as error:
             writer.write(pack_frame(("error", error.code, str(error))))
         await writer.drain()
