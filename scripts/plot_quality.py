@@ -60,7 +60,8 @@ def plot(records: Sequence[Mapping[str, Any]], path: Path, without: Sequence[str
 
     by_model: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
-        by_model.setdefault(record["switches"].get("model", ""), []).append(record)
+        model = record["switches"].get("model", "").removesuffix(".gguf")
+        by_model.setdefault(model, []).append(record)
     methods = sorted({row["case"]["method"] for record in records for row in record["rows"]})
     colours = {method: f"C{number}" for number, method in enumerate(methods)}
     size = (7.5 * len(AXES), 5 * len(by_model))
