@@ -8,7 +8,8 @@ The server is one of ours on this machine, with nobody else asking it. One promp
 turn until every engine has answered; all streams at once are spread and timed; then an engine's
 process is killed by SIGKILL amid long streams: each of them must end once, whole or told why, the
 others must serve what comes next, and the dead one must come back. Only processes of the session
-that listens at --url are looked at or killed. Exit code 1 with a line for whatever was otherwise.
+that listens at --url are looked at or killed. Rates are those of bench_serve_rate.py: decode is 0
+where at no time every stream decoded. Exit code 1 with a line for whatever was otherwise.
 """
 
 from __future__ import annotations
@@ -195,7 +196,8 @@ class Bench:
     def kill(self, count: int, streams: int) -> None:
         """An engine dies while all streams are being read."""
         ends = self.clients.begin(streams, self.args.long)
-        until(lambda: sum(self.engines.running().values()) == streams, 10)
+        all_run = until(lambda: sum(self.engines.running().values()) == streams, 10)
+        self.expect(all_run is not None, f"{streams} streams never ran all at once")
         time.sleep(self.args.kill_after)
         spread, victim = self.engines.running(), max(self.engines.pids())
         os.kill(victim, signal.SIGKILL)
