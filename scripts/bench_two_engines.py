@@ -258,7 +258,9 @@ class Bench:
 
 
 def measure(args: argparse.Namespace, clients: Clients) -> Bench:
-    """The bench, done; what broke it off is in `wrong`."""
+    """The bench, done; what broke it off is in `wrong`. Raises BenchError, before anybody is killed,
+    where there are not several engines, all of them ready.
+    """
     status = wait_for_server(args)
     count = status["config"]["num_engines"]
     engines = Engines(args.url)
@@ -266,8 +268,10 @@ def measure(args: argparse.Namespace, clients: Clients) -> Bench:
     clients.model = status["model"]["name"]
     clients.prompts = Prompts(status["model"]["vocab_size"], seed=1)
     bench.facts["server"] = status
-    ready = until(lambda: len(engines.running()) == count, args.wait)
-    bench.expect(count > 1 and ready is not None, f"{count} engines, not all ready")
+    if count < 2:
+        raise BenchError("the server has one engine; start it with engine: {num_engines: 2}")
+    if until(lambda: len(engines.running()) == count, args.wait) is None:
+        raise BenchError(f"not all of {count} engines answer within {args.wait:g} s")
     try:
         bench.run(count)
     except (OSError, RuntimeError) as error:

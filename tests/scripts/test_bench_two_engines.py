@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import bench_two_engines
-from bench_two_engines import Bench, build_parser, until
+from bench_two_engines import Bench, build_parser, measure, until
+from engine_runs import BenchError
 from results import make_record, validate
 from sse_client import StreamRecord
 
@@ -133,6 +134,27 @@ def test_one_that_stays_away(monkeypatch):
     monkeypatch.setattr(bench_two_engines, "until", lambda ask, seconds: 1.0 if ask() else None)
     bench.back(3, {11, 12})
     assert bench.wrong == ["not back within 1 s"]
+
+
+@pytest.mark.parametrize(
+    ("count", "line"), [(1, "one engine"), (3, "not all of 3 engines answer within 1 s")]
+)
+def test_nobody_is_killed_where_not_several_are_ready(monkeypatch, count, line):
+    status = {"config": {"num_engines": count}, "model": {"name": "m", "vocab_size": 9}}
+    monkeypatch.setattr(bench_two_engines, "wait_for_server", lambda args: status)
+    monkeypatch.setattr(bench_two_engines, "Engines", lambda url: TwoEngines(GPUS))
+    monkeypatch.setattr(bench_two_engines, "until", lambda ask, seconds: 1.0 if ask() else None)
+    monkeypatch.setattr(Bench, "run", lambda self, count: pytest.fail("it ran"))
+    with pytest.raises(BenchError, match=line):
+        measure(ARGS, FourStreams([]))
+
+
+def test_streams_that_never_all_ran(monkeypatch):
+    engines = TwoEngines(GPUS)
+    engines.open = {"engine-0": 2, "engine-1": 1}
+    monkeypatch.setattr(bench_two_engines, "until", lambda ask, seconds: 1.0 if ask() else None)
+    found = wrong(monkeypatch, engines, HALF_TOLD)
+    assert found[0] == "4 streams never ran all at once"
 
 
 def test_until_asks_again_where_nothing_answers():
