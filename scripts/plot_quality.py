@@ -3,7 +3,7 @@
 
     scripts/plot_quality.py docs/results/quality*.json --output docs/results/quality.png
 
-A row of pictures for each model that the results name. Needs matplotlib (extra `bench`). Measures
+A row of pictures for each model that the results name, with .gguf or without. Needs matplotlib (extra `bench`). Measures
 nothing.
 """
 

@@ -100,6 +100,7 @@ struct Kept {
         const float lower = sums[group][b][c % 2];
         if (c < 2) return lower;
         float upper = lower * (1 << strip::UPPER_PLACE<BITS>);
+        // Made anew at each use: two tiles leave no registers to keep both.
         if (TILES > 1) asm volatile("" : "+f"(upper));
         return upper;
     }
