@@ -37,6 +37,15 @@ def pack_frame(value: object) -> bytes:
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
+def write_bytes(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Raises ConnectionResetError where the connection has ended: of that asyncio's own writer says
+    nothing, and uvloop's raises RuntimeError.
+    """
+    if writer.is_closing():
+        raise ConnectionResetError("the connection has ended")
+    writer.write(data)
+
+
 async def read_frame(reader: asyncio.StreamReader) -> Any:
     """The next value. Raises asyncio.IncompleteReadError at the end of the stream, ValueError for
     bytes that are no frame.

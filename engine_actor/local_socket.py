@@ -22,6 +22,7 @@ from engine_actor.frames import (
     SocketAddress,
     pack_frame,
     read_frame,
+    write_bytes,
 )
 from engine_actor.service import EngineService
 
@@ -124,9 +125,9 @@ class LocalSocket:
             while True:
                 post = await posts.get()
                 try:
-                    writer.write(pack_frame(("reply", await post)))
+                    write_bytes(writer, pack_frame(("reply", await post)))
                 except EngineError as error:
-                    writer.write(pack_frame(("error", error.code, str(error))))
+                    write_bytes(writer, pack_frame(("error", error.code, str(error))))
                 await writer.drain()
         except ConnectionError:
             return
@@ -138,9 +139,9 @@ class LocalSocket:
         try:
             async with aclosing(self._service.events(*arguments)) as batches:  # type: ignore[type-var]
                 async for batch in batches:
-                    writer.write(pack_frame(("batch", batch)))
+                    write_bytes(writer, pack_frame(("batch", batch)))
                     await writer.drain()
-            writer.write(pack_frame(("end",)))
+            write_bytes(writer, pack_frame(("end",)))
         except EngineError as error:
-            writer.write(pack_frame(("error", error.code, str(error))))
+            write_bytes(writer, pack_frame(("error", error.code, str(error))))
         await writer.drain()

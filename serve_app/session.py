@@ -87,6 +87,7 @@ class Session:
         self._pending: deque[Post] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
+        self._in_doubt = False
 
     async def run(self) -> None:
         """Never returns normally. Raises PortDied, SessionLost, or what the port raised."""
@@ -127,7 +128,7 @@ class Session:
     def _pump(self) -> None:
         """Post what has gathered, as far as there may be one more post in flight. Called by whoever
         puts a message, whom a failure of ours does not concern."""
-        if not len(self._mailbox) or len(self._pending) >= self._port.most_posts:
+        if not len(self._mailbox) or len(self._pending) >= self._port.most_posts or self._in_doubt:
             return
         try:
             self._begin(self._mailbox.take())
@@ -154,11 +155,16 @@ class Session:
         return bool(self._pending) or self._failure is not None
 
     async def _reply(self, post: Post) -> Reply:
-        """One post, asked again with the same seq while it is unknown whether it arrived."""
+        """One post, asked again with the same seq while it is unknown whether it arrived. Until it
+        is known none is begun: one that passed it would be run in its place.
+        """
         for attempt in range(MAX_RETRIES):
             try:
-                return await post.reply
+                reply = await post.reply
+                self._in_doubt = False
+                return reply
             except PortInterrupted:
+                self._in_doubt = True
                 await asyncio.sleep(RETRY_S * 2**attempt)
                 post.reply = self._port.post(self._client, post.seq, post.encoded)
         raise SessionLost("post was interrupted again and again")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from engine_actor.errors import EngineRestarted
-from engine_actor.frames import HOST, SocketAddress, pack_frame, read_frame
+from engine_actor.frames import HOST, SocketAddress, pack_frame, read_frame, write_bytes
 from serve_app.client import EnginePort, PortInterrupted, Reply
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -65,7 +65,8 @@ class SocketPort:
             self._detours += 1
             return self._detour(client, seq, messages)
         if self._posting is not None:
-            self._posting[1].write(call)
+            with suppress(ConnectionError):  # whoever awaits the answer finds it out
+                write_bytes(self._posting[1], call)
         return self._posted(self._posting, call, (client, seq, messages))
 
     async def _posted(
@@ -77,7 +78,7 @@ class SocketPort:
         try:
             if connection is None:
                 connection = self._posting = await self._connect()
-                connection[1].write(call)
+                write_bytes(connection[1], call)
             reply: Reply = await self._answer(connection)
             return reply
         except BROKEN:
@@ -144,7 +145,7 @@ class SocketPort:
         writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await self._connect()
-            writer.write(pack_frame(("events", client, epoch, from_seq, max_items)))
+            write_bytes(writer, pack_frame(("events", client, epoch, from_seq, max_items)))
             while (item := result_of(await read_frame(reader))) is not None:
                 yield item
         except BROKEN as error:
@@ -158,7 +159,7 @@ class SocketPort:
         if self._address is None:
             raise ConnectionError("the loopback socket is given up")
         reader, writer = await asyncio.open_connection(HOST, self._address.port)
-        writer.write(bytes.fromhex(self._address.key))
+        write_bytes(writer, bytes.fromhex(self._address.key))
         return reader, writer
 
 
