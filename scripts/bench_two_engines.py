@@ -8,8 +8,8 @@ The server is one of ours on this machine, with nobody else asking it. One promp
 turn until every engine has answered; all streams at once are spread and timed; then an engine's
 process is killed by SIGKILL amid long streams: each of them must end once, whole or told why, the
 others must serve what comes next, and the dead one must come back. Only processes of the session
-that listens at --url are looked at or killed. Rates are those of bench_serve_rate.py: decode is 0
-where at no time every stream decoded. Exit code 1 with a line for whatever was otherwise.
+that listens at --url are looked at or killed. Rates: as bench_serve_rate.py has them, 0 included.
+Exit code 1 with a line for whatever was otherwise.
 """
 
 from __future__ import annotations
@@ -258,13 +258,10 @@ class Bench:
 
 
 def measure(args: argparse.Namespace, clients: Clients) -> Bench:
-    """The bench, done; what broke it off is in `wrong`. Raises BenchError, before anybody is killed,
-    where there are not several engines, all of them ready.
-    """
-    status = wait_for_server(args)
-    count = status["config"]["num_engines"]
-    engines = Engines(args.url)
-    bench = Bench(engines, clients, args)
+    """The bench, done; what broke it off is in `wrong`. Raises BenchError where not several
+    engines are ready: nobody is killed then."""
+    status, engines = wait_for_server(args), Engines(args.url)
+    count, bench = status["config"]["num_engines"], Bench(engines, clients, args)
     clients.model = status["model"]["name"]
     clients.prompts = Prompts(status["model"]["vocab_size"], seed=1)
     bench.facts["server"] = status

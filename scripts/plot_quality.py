@@ -3,8 +3,8 @@
 
     scripts/plot_quality.py docs/results/quality*.json --output docs/results/quality.png
 
-A row of pictures for each model that the results name, with .gguf or without. Needs matplotlib (extra `bench`). Measures
-nothing.
+A row of pictures for each model that the results name, with .gguf or without. Needs
+matplotlib (extra `bench`). Measures nothing.
 """
 
 from __future__ import annotations
