@@ -55,14 +55,12 @@ def plan_prefill(
     slice_tokens = limits.prefill_slice_tokens if draft.n_decoding else None
     if slice_tokens and limits.prefill_burst_tokens and _has_crowd(waiting, draft.n_decoding):
         slice_tokens = max(slice_tokens, limits.prefill_burst_tokens)
-        ready = _ending_within(ready, min(budget, slice_tokens)) or ready
+        room = _room_for_chunks(draft, budget, slice_tokens, sharing)
+        ready = _ending_within(ready, room) or ready
     ranged = _add_range(draft, roster, limits, block_tokens, ready, budget, slice_tokens, sharing)
     if ranged is not None:
         return ranged
-    if slice_tokens is not None:
-        budget = min(budget, slice_tokens)
-    if sharing.mode is OverlapMode.MIXED:
-        budget = tokens_beside(budget, draft.n_decoding)
+    budget = _room_for_chunks(draft, budget, slice_tokens, sharing)
     for _, level in groupby(ready, key=lambda entry: entry[0]):
         group = [seq for _, seq in level]
         wanted = [chunk_wanted(seq) for seq in group]
@@ -141,6 +139,17 @@ def _ready(roster: Roster, limits: SchedulerLimits, now: float, landed: int) -> 
     ]
     ready.sort(key=lambda entry: entry[:2])
     return [(level, seq) for level, _, seq in ready]
+
+
+def _room_for_chunks(
+    draft: StepDraft, budget: int, slice_tokens: int | None, sharing: Sharing
+) -> int:
+    """Prompt tokens of a step that has no range."""
+    if slice_tokens is not None:
+        budget = min(budget, slice_tokens)
+    if sharing.mode is OverlapMode.MIXED:
+        budget = tokens_beside(budget, draft.n_decoding)
+    return budget
 
 
 def _has_crowd(waiting: list[Ready], n_decoding: int) -> bool:

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_actor.core.budget import CROWD, is_crowd
+from engine_actor.core.overlap_policy import FixedPolicy, Sharing
+from engine_actor.core.plan import OverlapMode
 from tests.doubles.scheduler_harness import SchedulerHarness
 
 SLICE, BURST = 16, 64
@@ -91,6 +93,16 @@ def test_long_prompts_of_a_crowd_go_in_ranges_as_large_as_a_burst() -> None:
     assert chunk.layers is not None
     assert (chunk.layers.first, chunk.layers.last) == (0, 8 * BURST // 128)
     harness.run()
+
+
+def test_in_a_mixed_forward_those_go_that_end_beside_its_decoded_rows() -> None:
+    """Eight rows of the tile are the streams': four prompts of a quarter of a burst would all be
+    cut two tokens short."""
+    harness = streams(8)
+    crowd(harness, 5, BURST // 4)
+    plan = harness.scheduler.plan(FixedPolicy(Sharing(OverlapMode.MIXED)))
+    assert (plan.mode, len(plan.decode)) == (OverlapMode.MIXED, 8)
+    assert [chunk.end - chunk.start for chunk in plan.prefill] == [BURST // 4] * 3
 
 
 def test_an_open_range_ends_before_the_crowd_and_no_prompt_passes_a_longer_one() -> None:
