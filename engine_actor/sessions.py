@@ -40,6 +40,11 @@ class Session:
         if len(self.replies) > KEPT_REPLIES:
             del self.replies[min(self.replies)]
 
+    def waits(self) -> bool:
+        """Whether a post has not been answered."""
+        with self.lock:
+            return not all(reply.done() for reply in self.replies.values())
+
 
 class Sessions:
     """Sessions by client name."""
@@ -73,9 +78,12 @@ class Sessions:
         return session
 
     def require(self, client: str, session: Session) -> None:
-        """Raise EngineRestarted where `session` is not the client's present one."""
+        """Raise EngineRestarted where `session` is not the client's present one. Its post is about
+        to be answered: from here on it may be silent for a lease.
+        """
         if self._sessions.get(client) is not session:
             raise EngineRestarted(f"{client} has another session now")
+        session.seen = self._clock.now()
 
     def publish(self, step: StepEvents) -> list[str]:
         """Give each client its share. Returns those whose backlog is full; they are closed."""
@@ -87,12 +95,16 @@ class Sessions:
         ]
 
     def expire(self) -> list[str]:
-        """Close the sessions that were silent for longer than the lease, and name them."""
+        """Close the sessions that were silent for longer than the lease, and name them. Who waits
+        for our answer is not silent, however long a step takes.
+        """
         limit = self._clock.now() - self._lease_s
         return [
             client
             for client, session in self._snapshot()
-            if session.seen < limit and self._close(client, session, f"{client} lost its lease")
+            if session.seen < limit
+            and not session.waits()
+            and self._close(client, session, f"{client} lost its lease")
         ]
 
     def end_all(self, why: str) -> None:

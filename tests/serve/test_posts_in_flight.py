@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 
 import pytest
 
@@ -124,5 +125,28 @@ async def test_each_request_is_heard_once_whatever_breaks(seed: int) -> None:
         texts = await asyncio.gather(*reading)
         assert texts == [made.runner.expected(PROMPT, 6)] * len(texts)
         assert received(made) == link._next_rid - 1, "each once, and none is lost"
+        assert link.restarts == 0
+        await link.stop()
+
+
+async def test_who_waits_for_an_answer_keeps_its_lease() -> None:
+    """Posts that wait for a long step leave no room for a beat."""
+    async with bench() as made:
+        made.service._sessions._lease_s = 0.2
+        link = await linked(made)
+        reached, go_on = threading.Event(), threading.Event()
+
+        def hold(inputs: object) -> None:
+            if not reached.is_set():
+                reached.set()
+                go_on.wait(20)
+
+        made.runner.before_layers = hold
+        reading = [asyncio.create_task(read(link))]
+        await asyncio.to_thread(reached.wait, 20)
+        reading += [asyncio.create_task(read(link)) for _ in range(3)]
+        await asyncio.sleep(0.5)
+        go_on.set()
+        assert await asyncio.gather(*reading) == [made.runner.expected(PROMPT, 6)] * 4
         assert link.restarts == 0
         await link.stop()
