@@ -29,7 +29,7 @@ from engine_actor.service import EngineService
 log = logging.getLogger(__name__)
 
 STARTING_S = 10.0
-MOST_POSTS = 16
+MOST_UNANSWERED = 16
 """Of one client that wait for their answers; it has fewer in flight."""
 
 
@@ -93,7 +93,7 @@ class LocalSocket:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One client until it leaves. Its posts run in order and are answered in order; the next is
         read and given to the engine while the one before waits for its answer."""
-        posts: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue(MOST_POSTS)
+        posts: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue(MOST_UNANSWERED)
         answering = asyncio.create_task(self._answer_posts(posts, writer))
         try:
             key = await reader.readexactly(KEY_BYTES)
