@@ -1,15 +1,9 @@
 """Everything the engine uses of `kernels`, imported in this one place.
 
-Knows the two sets of ops: fast, and exact (batch-invariant, fp32).
+Knows no model: which of them its layers run with is chosen in model/layer_ops.py.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from engine_actor._mount import mount
 
@@ -107,45 +101,50 @@ __all__ = [
     "CPU_HALF",
     "DENSE",
     "DENSE_SCRATCH_BYTES",
+    "JOINED_KEYS",
     "NATIVE_MOST_ROWS",
     "STRIP_SCRATCH_BYTES",
     "AddNormFn",
-    "AttentionFn",
     "AttentionPlan",
     "Carry",
+    "CudaAttention",
     "CudaMemory",
+    "CudaPlan",
+    "CudaRows",
+    "CudaStore",
+    "DecodeHeads",
     "DenseLinear",
     "DeviceArgmax",
+    "DeviceInfo",
     "DeviceSampler",
     "Draw",
     "Edit",
+    "ExactRows",
+    "FastRows",
+    "Fetch",
     "GreenContextRefused",
+    "HeadCounts",
     "HeadLayout",
     "HeadNorms",
-    "Fetch",
     "HeadsFn",
-    "JOINED_KEYS",
     "Int8KV",
     "LaunchError",
-    "LayerCache",
-    "DeviceInfo",
     "Linear",
     "LinearBackend",
     "LinearPolicy",
     "LinearShape",
-    "LayerShape",
     "MemoryDriver",
     "NativeLayerWeights",
     "NativeLayers",
     "NativeShape",
     "NativeStep",
-    "OpSet",
+    "OpKey",
     "Outcome",
     "PackedLinear",
     "PinnedBytes",
     "RowFn",
-    "RowPacker",
     "RowOps",
+    "RowPacker",
     "Sent",
     "StagedPrompts",
     "StagedRows",
@@ -154,19 +153,21 @@ __all__ = [
     "Verdict",
     "VirtualPool",
     "WritePlan",
+    "attention_exact",
+    "attention_sdpa",
     "copy_blocks",
     "copy_blocks_plainly",
-    "cuda_devices",
     "crossover",
+    "cuda_devices",
     "dequantise",
     "descend_columns",
-    "fastest_dense",
-    "full_bytes",
     "device_info",
     "empty_int8_kv",
-    "explain_layer",
+    "explain",
     "explain_linear",
     "explain_rows",
+    "fastest_dense",
+    "full_bytes",
     "gather_rows",
     "gather_rows_cuda",
     "gptq_columns",
@@ -178,10 +179,10 @@ __all__ = [
     "loading_apart",
     "moved",
     "new_outcome",
-    "op_set",
     "pack_codes",
     "page_locked",
     "plan_attention",
+    "plan_attention_cuda",
     "plan_write",
     "prepare_gate_up",
     "prepare_lengths",
@@ -190,109 +191,17 @@ __all__ = [
     "refuse_copy_kernel",
     "refuse_native_layers",
     "refuse_round_columns",
-    "sampler_room_bytes",
     "refuse_strips",
+    "sampler_room_bytes",
     "slice_rows",
     "split_card",
     "stage_decode",
     "stage_prompts",
+    "static_plan_cuda",
+    "static_prompts_cuda",
     "strip_bytes",
     "tune_this_card",
     "why_no_jit",
     "why_no_virtual_memory",
     "write_kv",
 ]
-
-LayerCache = Any
-"""One layer's KV cache: a tensor, or Int8KV for ops that were chosen for one."""
-AttentionFn = Callable[[torch.Tensor, LayerCache, AttentionPlan], torch.Tensor]
-PlanFn = Callable[..., AttentionPlan]
-"""As plan_attention; static_prompts: as static_prompts_cuda."""
-StaticPlanFn = Callable[[torch.Tensor, torch.Tensor, int, int, int | None], AttentionPlan]
-"""As static_plan_cuda."""
-PrepareStoreFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, HeadLayout], StoreFn]
-"""(cos, sin, slots, layout) of one forward -> what stores its heads."""
-PrepareHeadsFn = Callable[[torch.Tensor, torch.Tensor, AttentionPlan, HeadLayout], HeadsFn]
-"""(cos, sin, plan, layout) of a decode -> what stores and attends its heads."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """What the choice of a model's ops depends on. dtype: of activations and KV cache alike, else
-    there is no kernel. bits: 8 for an INT8 cache, else 0. wide: the residual stream is fp32.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    head_dim: int
-    block_tokens: int
-    bits: int = 0
-    wide: bool = False
-
-    def key(self, op: str) -> OpKey:
-        """The question to a backend of `op`."""
-        kind, name = self.device.type, str(self.dtype).removeprefix("torch.")
-        return OpKey(op, kind, name, n=self.block_tokens, k=self.head_dim, bits=self.bits)
-
-
-@dataclass(frozen=True, slots=True)
-class OpSet:
-    """The ops of one numerics mode besides the linears. prepare_store: rotation and KV write in one
-    kernel, None where they are two steps (rows.rotation, write_kv). static_plan: for decodes whose
-    lengths change under a captured graph, None where each step needs a plan of its own;
-    static_prompts: the same for prompts. prepare_heads: for such a decode, storing and attending in
-    one kernel.
-    """
-
-    rows: RowOps
-    attention: AttentionFn
-    plan: PlanFn = plan_attention
-    prepare_store: PrepareStoreFn | None = None
-    static_plan: StaticPlanFn | None = None
-    prepare_heads: PrepareHeadsFn | None = None
-    static_prompts: PlanFn | None = None
-
-
-FUSED_DECODE = True
-"""Decoded rows of a bucket go from their heads to attention in one launch; off, in the two that a
-prompt's rows take, for comparison."""
-CUDA_ATTENTION = CudaAttention()
-CUDA_ROWS = CudaRows()
-CUDA_STORE = CudaStore()
-
-
-def op_set(exact: bool, shape: LayerShape | None = None) -> OpSet:
-    """exact: batch-invariant fp32; else the fastest for `shape`, or what runs anywhere without."""
-    if exact:
-        return OpSet(ExactRows(), attention_exact)
-    anywhere = OpSet(FastRows(), attention_sdpa)
-    if shape is None or any(verdict.refusal for verdict in explain_layer(shape)):
-        return anywhere
-    rows = CudaRows(narrow=shape.dtype) if shape.wide else CUDA_ROWS
-    heads = _prepare_heads if FUSED_DECODE else None
-    static = static_plan_cuda, heads, static_prompts_cuda
-    return OpSet(rows, CUDA_ATTENTION, plan_attention_cuda, _prepare_store, *static)
-
-
-def explain_layer(shape: LayerShape) -> tuple[Verdict, ...]:
-    """Why a layer may not use its CUDA kernels: the compiler's reason, then each part's."""
-    missing = why_no_jit() if shape.device.type == "cuda" else None
-    backends = ("attention", CUDA_ATTENTION), ("store", CUDA_STORE), ("rows", CUDA_ROWS)
-    parts = tuple(
-        verdict for op, backend in backends for verdict in explain((backend,), shape.key(op))
-    )
-    return (Verdict("cuda.jit", missing), *parts)
-
-
-def _prepare_store(
-    cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, layout: HeadLayout
-) -> StoreFn:
-    counts = HeadCounts(layout.queries, layout.kv, layout.query_scale)
-    return CUDA_STORE.prepare(cos, sin, slots, counts)
-
-
-def _prepare_heads(
-    cos: torch.Tensor, sin: torch.Tensor, plan: AttentionPlan, layout: HeadLayout
-) -> HeadsFn:
-    assert isinstance(plan, CudaPlan)
-    return DecodeHeads(cos, sin, plan, layout.queries, layout.kv, layout.query_scale)

@@ -29,6 +29,7 @@ from engine_actor.model.card_plan import Card, CardPlan, Part, Request, Settings
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.host_blocks import host_slots
 from engine_actor.model.kv_store import array_block_bytes, kv_bytes_per_block
+from engine_actor.model.layer_ops import LayerShape, explain_layer
 from engine_actor.model.ledger import MIB
 from engine_actor.model.memory import card_of
 from engine_actor.model.precision import compute_dtype, resolve_kv_dtype
@@ -200,14 +201,14 @@ def takes_layer_kernels(config: EngineConfig, model: ModelConfig, kv_dtype: torc
     is_int8 = kv_dtype == torch.int8
     if config.numerics == "exact" or not (is_int8 or kv_dtype == dtype):
         return False
-    shape = ops.LayerShape(
+    shape = LayerShape(
         torch.device("cuda"),
         dtype,
         model.head_dim,
         config.kv.block_tokens,
         bits=8 if is_int8 else 0,
     )
-    return not any(verdict.refusal for verdict in ops.explain_layer(shape)[1:])
+    return not any(verdict.refusal for verdict in explain_layer(shape)[1:])
 
 
 def _parts(weights: WeightBytes, shape: StepShape, held: int, settings: Settings) -> Sequence[Part]:

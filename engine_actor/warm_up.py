@@ -17,6 +17,7 @@ from engine_actor import ops
 from engine_actor.core.params import SamplingParams
 from engine_actor.core.plan import DecodeSlot, PrefillChunk
 from engine_actor.model.batch_inputs import BatchInputs
+from engine_actor.model.layer_ops import CUDA_ATTENTION
 from engine_actor.model.runner import ModelRunner
 from engine_actor.model.sampler import Sampler, SampleRow
 from engine_actor.work.inputs import build_decode, build_prefill
@@ -88,8 +89,8 @@ def _rows(count: int) -> list[SampleRow]:
 
 def _load_attention(runner: ModelRunner, dtype: torch.dtype) -> None:
     """Which of its kernels a step takes depends on its lengths. dtype: of the activations."""
-    if runner.op_set.attention is ops.CUDA_ATTENTION:
+    if runner.op_set.attention is CUDA_ATTENTION:
         bits = 8 if runner.kv.dtype == torch.int8 else 16
         head_dim, block_tokens = runner.config.head_dim, runner.kv.block_tokens
-        ops.CUDA_ATTENTION.load(head_dim, bits, dtype, block_tokens)
+        CUDA_ATTENTION.load(head_dim, bits, dtype, block_tokens)
         ops.load_decode_heads(head_dim, bits, dtype, block_tokens, runner.config.qk_norm)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine_actor import ops
+from engine_actor.model.layer_ops import LayerCache
 from engine_actor.model.layers.attention import Attention, StepTensors
 from engine_actor.model.layers.linear import Projection
 
@@ -78,7 +79,7 @@ class CarriedLayers:
         return cls(layers, carriers)
 
     def run(
-        self, stream: torch.Tensor, kv: Sequence[ops.LayerCache], step: StepTensors
+        self, stream: torch.Tensor, kv: Sequence[LayerCache], step: StepTensors
     ) -> torch.Tensor:
         """Run the stream [rows, hidden] through all layers in place, but for what the last one's
         MLP adds, which is returned.

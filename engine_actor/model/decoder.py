@@ -13,6 +13,7 @@ import torch
 from engine_actor import ops
 from engine_actor.model.carried import CarriedLayer, CarriedLayers
 from engine_actor.model.config import ModelConfig
+from engine_actor.model.layer_ops import LayerCache, OpSet
 from engine_actor.model.layers.attention import Attention, StepTensors, WantedRows
 from engine_actor.model.layers.linear import Projection, side_by_side
 
@@ -37,7 +38,7 @@ class DecoderLayer:
     """The same for products that take the norms upon themselves."""
 
     def apply(
-        self, x: torch.Tensor, delta: torch.Tensor | None, kv: ops.LayerCache, step: StepTensors
+        self, x: torch.Tensor, delta: torch.Tensor | None, kv: LayerCache, step: StepTensors
     ) -> torch.Tensor:
         """Add `delta`, which the layer before left over, and this layer's attention to x
         [T, hidden] in place; what its MLP adds is returned. kv is this layer's cache.
@@ -46,12 +47,12 @@ class DecoderLayer:
         normed = self.add_mlp_norm(x, self.attention(normed, kv, step))
         return self._mlp(normed)
 
-    def store(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> None:
+    def store(self, x: torch.Tensor, kv: LayerCache, step: StepTensors) -> None:
         """Write the keys and values of x [T, hidden] and compute nothing else; x stays as it is."""
         self.attention.store(self.attn_norm(x), kv, step)
 
     def apply_rows(
-        self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors, wanted: WantedRows
+        self, x: torch.Tensor, kv: LayerCache, step: StepTensors, wanted: WantedRows
     ) -> torch.Tensor:
         """The layer over x [T, hidden], of which behind the keys and values only some rows are
         wanted: [R, hidden]. x stays as it is.
@@ -92,7 +93,7 @@ class Decoder:
         self._carried: dict[int, CarriedLayers | None] = {}
 
     def run(
-        self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors, first: int, last: int
+        self, x: torch.Tensor, kv: list[LayerCache], step: StepTensors, first: int, last: int
     ) -> torch.Tensor:
         """Layers first..last-1 over x [T, hidden]. x itself is left as it is, for a retry."""
         x, delta = x.to(self._residual_dtype, copy=True), None
@@ -105,7 +106,7 @@ class Decoder:
     def last_rows(
         self,
         x: torch.Tensor,
-        kv: list[ops.LayerCache],
+        kv: list[LayerCache],
         step: StepTensors,
         wanted: WantedRows | None,
     ) -> torch.Tensor:
@@ -118,7 +119,7 @@ class Decoder:
             return x[:0]
         return layer.apply_rows(x, kv[-1], step, wanted)
 
-    def normed(self, x: torch.Tensor, kv: list[ops.LayerCache], step: StepTensors) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, kv: list[LayerCache], step: StepTensors) -> torch.Tensor:
         """All layers and the norm, as the head takes it: two launches less, and none for a norm
         between products that can take it upon themselves. x is overwritten.
         """
@@ -144,7 +145,7 @@ class _LayerParts:
     def __init__(
         self,
         config: ModelConfig,
-        op_set: ops.OpSet,
+        op_set: OpSet,
         linears: dict[str, ops.Linear],
         norms: dict[str, torch.Tensor],
     ) -> None:
@@ -203,7 +204,7 @@ class _LayerParts:
 
 def build_layer(
     config: ModelConfig,
-    op_set: ops.OpSet,
+    op_set: OpSet,
     linears: dict[str, ops.Linear],
     norms: dict[str, torch.Tensor],
 ) -> DecoderLayer:

@@ -1,5 +1,4 @@
-"""ModelRunner: the forward passes of a causal model over paged KV, as the works see
-them (runner_protocol.Runner).
+"""ModelRunner: forward passes over paged KV, as the works see them (runner_protocol.Runner).
 
 Knows tensors and layers; knows no request, no scheduler, no checkpoint file.
 """
@@ -19,6 +18,7 @@ from engine_actor.model.decoder import Decoder
 from engine_actor.model.graph_capture import CudaCapture
 from engine_actor.model.host_blocks import HostBlocks
 from engine_actor.model.kv_store import KVStore
+from engine_actor.model.layer_ops import CUDA_ATTENTION, OpSet
 from engine_actor.model.layers.attention import StepTensors, WantedRows
 from engine_actor.model.layers.embed import Embedding
 from engine_actor.model.layers.rope import Rotary
@@ -43,7 +43,7 @@ class ModelRunner:
         embedding: Embedding,
         decoder: Decoder,
         head: ops.Linear,
-        op_set: ops.OpSet,
+        op_set: OpSet,
         kv: KVStore,
         device: torch.device,
         vocab_size: int,
@@ -216,7 +216,7 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_thread(self, most_rows: int) -> None:
         """See Runner: the plans of a library's attention are a thread's own."""
-        if self.op_set.attention is ops.CUDA_ATTENTION and self.config.sliding_window is None:
+        if self.op_set.attention is CUDA_ATTENTION and self.config.sliding_window is None:
             shape = self._layout.queries, self._layout.kv, self.config.head_dim
             dtype = self._embedding(torch.zeros(1, dtype=torch.int64, device=self.device)).dtype
             ops.prepare_lengths(*shape, dtype, self.device, most_rows)

@@ -15,6 +15,7 @@ import torch
 
 from engine_actor import ops
 from engine_actor.model.config import ModelConfig
+from engine_actor.model.layer_ops import LayerCache
 
 KV_DTYPES = {
     "fp32": torch.float32,
@@ -66,9 +67,9 @@ class KVStore:
         self._make_pool = make_pool
         self.block_bytes = array_block_bytes(config, dtype, block_tokens)
         self._pool: ops.VirtualPool | None = None
-        self.layers: list[ops.LayerCache] = [self._layer(0) for _ in range(config.n_layers)]
+        self.layers: list[LayerCache] = [self._layer(0) for _ in range(config.n_layers)]
 
-    def _layer(self, n_blocks: int) -> ops.LayerCache:
+    def _layer(self, n_blocks: int) -> LayerCache:
         if self.dtype == torch.int8:
             return ops.empty_int8_kv(n_blocks, self.block_tokens, *self._heads, self.device)
         # zeros, not empty: on a CPU the pages of blocks never used are then never touched.
@@ -191,7 +192,7 @@ class KVStore:
         if _n_blocks(self.layers[index]) != n_blocks:
             self.layers[index] = self._resized(self.layers[index], n_blocks)
 
-    def _resized(self, old: ops.LayerCache, n_blocks: int) -> ops.LayerCache:
+    def _resized(self, old: LayerCache, n_blocks: int) -> LayerCache:
         if isinstance(old, ops.Int8KV):
             return old.resized(n_blocks)
         new = self._layer(n_blocks)
@@ -210,9 +211,9 @@ class KVStore:
         return total
 
 
-def _tensors(layer: ops.LayerCache) -> tuple[torch.Tensor, ...]:
+def _tensors(layer: LayerCache) -> tuple[torch.Tensor, ...]:
     return (layer.codes, layer.scales) if isinstance(layer, ops.Int8KV) else (layer,)
 
 
-def _n_blocks(layer: ops.LayerCache) -> int:
+def _n_blocks(layer: LayerCache) -> int:
     return int(_tensors(layer)[0].shape[0])

@@ -13,6 +13,7 @@ import torch
 from engine_actor import ops
 from engine_actor.model.decoder import Decoder
 from engine_actor.model.kv_store import KVStore
+from engine_actor.model.layer_ops import OpSet
 from engine_actor.model.layers.attention import StepTensors, WantedRows
 from engine_actor.model.layers.embed import Embedding
 
@@ -24,7 +25,7 @@ class PromptForward:
     embedding: Embedding
     decoder: Decoder
     head: ops.Linear
-    op_set: ops.OpSet
+    op_set: OpSet
     kv: KVStore
     layout: ops.HeadLayout
     window: int | None

@@ -16,6 +16,7 @@ from engine_actor.model.config import ModelConfig
 from engine_actor.model.decoder import Decoder, DecoderLayer, build_layer
 from engine_actor.model.forward import ModelRunner
 from engine_actor.model.kv_store import KVStore
+from engine_actor.model.layer_ops import LayerShape, OpSet, choose_ops, explain_layer
 from engine_actor.model.layers.embed import Embedding
 from engine_actor.model.memory import pool_maker, settle_allocator
 from engine_actor.model.native_layers import NativeForward, build_native_forward
@@ -80,7 +81,7 @@ class _Parts:
             cut = ops.DenseLinear(linear.weight[: self.vocab_size], bias)
         return ops.prepare_linear(cut, self.precision.head)
 
-    def whole(self, op_set: ops.OpSet) -> tuple[Embedding, Decoder, ops.Linear]:
+    def whole(self, op_set: OpSet) -> tuple[Embedding, Decoder, ops.Linear]:
         """Embedding, decoder and head. Raises CheckpointError naming a weight that never came."""
         layers = self._layers(op_set)
         if self.embedding is None:
@@ -94,7 +95,7 @@ class _Parts:
         decoder = Decoder(layers, norm, add_norm, self.precision.residual_dtype)
         return self.embedding, decoder, self.head
 
-    def _layers(self, op_set: ops.OpSet) -> list[DecoderLayer]:
+    def _layers(self, op_set: OpSet) -> list[DecoderLayer]:
         """All layers. Raises CheckpointError naming the first weight that never came."""
         built = []
         for index, (linears, norms) in enumerate(zip(self.linears, self.norms, strict=True)):
@@ -162,14 +163,14 @@ def _native_forward(parts: _Parts, block_tokens: int) -> NativeForward | str:
     )
 
 
-def _op_set(config: ModelConfig, precision: Precision, block_tokens: int) -> ops.OpSet:
+def _op_set(config: ModelConfig, precision: Precision, block_tokens: int) -> OpSet:
     """A model whose cache is in another half or full dtype than its activations takes the general
     ops. Raises ValueError for an INT8 cache that the kernels refuse.
     """
     is_int8 = precision.kv_dtype == torch.int8
     if not is_int8 and precision.kv_dtype != precision.hidden_dtype:
-        return ops.op_set(precision.linears.exact)
-    shape = ops.LayerShape(
+        return choose_ops(precision.linears.exact)
+    shape = LayerShape(
         precision.device,
         precision.hidden_dtype,
         config.head_dim,
@@ -177,10 +178,10 @@ def _op_set(config: ModelConfig, precision: Precision, block_tokens: int) -> ops
         bits=8 if is_int8 else 0,
         wide=precision.residual_dtype != precision.hidden_dtype,
     )
-    refusals = [verdict.refusal for verdict in ops.explain_layer(shape) if verdict.refusal]
+    refusals = [verdict.refusal for verdict in explain_layer(shape) if verdict.refusal]
     if is_int8 and refusals:
         raise ValueError(f"kv.dtype int8: {refusals[0]}")
-    return ops.op_set(precision.linears.exact, shape)
+    return choose_ops(precision.linears.exact, shape)
 
 
 PROBED_WEIGHTS = 256_000_000

@@ -14,6 +14,7 @@ import torch
 from engine_actor import ops
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decoder import DecoderLayer, build_layer
+from engine_actor.model.layer_ops import choose_ops
 from engine_actor.model.layers.attention import StepTensors
 from engine_actor.model.layers.rope import Rotary
 from engine_actor.quant.stream import Dense
@@ -54,7 +55,7 @@ class LayerForward:
         self._config = config
         self._length = length
         self._device = device
-        self._ops = ops.op_set(exact=False)
+        self._ops = choose_ops(exact=False)
         self._rotary = Rotary(config, device)
         self._rotary.reach(length)
         self._layout = ops.HeadLayout(config.n_heads, config.n_kv_heads, config.head_dim**-0.5)

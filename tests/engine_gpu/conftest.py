@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine_actor import ops
 from engine_actor.load.tiny import write_tiny
+from engine_actor.model.layer_ops import CUDA_ATTENTION
 from tests.demo_fixture import demo_gguf
 from tests.engine.real_engine import Loaded, load
 
@@ -44,7 +44,7 @@ def half_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_kernels(half_folder: Path) -> Loaded:
     """A model whose every step runs the kernels of a layer, each launched by itself."""
     loaded = load(half_folder, "fast", "cuda")
-    assert loaded.runner.op_set.attention is ops.CUDA_ATTENTION
+    assert loaded.runner.op_set.attention is CUDA_ATTENTION
     loaded.runner.prepare_decode(16, 256, graphs=False)
     return loaded
 

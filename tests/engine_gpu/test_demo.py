@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_actor import ops
 from engine_actor.core.plan import OverlapMode, PrefillChunk
+from engine_actor.model.layer_ops import CUDA_ATTENTION
 from engine_actor.work.inputs import build_prefill
 from tests.engine.real_engine import BLOCK, ForcedSampler, Loaded, load, texts
 
@@ -37,7 +37,7 @@ def golden() -> tuple[list[list[int]], list[list[int]]]:
 def gpu(demo_gguf: Path) -> Loaded:
     """As a server runs it: packed weights, the kernels of a layer, decode steps from graphs."""
     loaded = load(demo_gguf, "fast", "cuda")
-    assert loaded.runner.op_set.attention is ops.CUDA_ATTENTION
+    assert loaded.runner.op_set.attention is CUDA_ATTENTION
     loaded.runner.prepare_decode(16, 512, graphs=True)
     return loaded
 

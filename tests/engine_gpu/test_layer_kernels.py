@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine_actor import ops
 from engine_actor.core.plan import PrefillChunk
 from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
+from engine_actor.model.layer_ops import CUDA_ATTENTION, LayerShape, explain_layer
 from engine_actor.model.runner import build_runner
 from engine_actor.work.inputs import build_prefill
 from tests.engine.real_engine import BLOCK, Loaded, load, texts
@@ -63,7 +63,7 @@ def test_the_kernels_give_the_cpus_tokens(tmp_path: Path, name: str) -> None:
     a deviation of 8; half precision moves them by some hundredths.
     """
     gpu = loaded(tmp_path, "cuda", "fast", **MODELS[name])
-    assert gpu.runner.op_set.attention is ops.CUDA_ATTENTION
+    assert gpu.runner.op_set.attention is CUDA_ATTENTION
     cpu = loaded(tmp_path, "cpu", "exact", **MODELS[name])
     crowd = prompts(9)
     together = texts(gpu.engine(prefill_chunk_tokens=16), crowd, 20)
@@ -95,9 +95,9 @@ def test_an_int8_cache(tmp_path: Path) -> None:
 def test_a_model_without_kernels_takes_the_general_ops(tmp_path: Path) -> None:
     """fp32 and heads of 16: the reasons are told."""
     other = loaded(tmp_path, "cuda", "fast", head_dim=16, dtype="float32")
-    assert other.runner.op_set.attention is not ops.CUDA_ATTENTION
-    shape = ops.LayerShape(other.runner.device, other.runner.kv.dtype, 16, 16)
-    assert [verdict.refusal for verdict in ops.explain_layer(shape)] == [
+    assert other.runner.op_set.attention is not CUDA_ATTENTION
+    shape = LayerShape(other.runner.device, other.runner.kv.dtype, 16, 16)
+    assert [verdict.refusal for verdict in explain_layer(shape)] == [
         None,
         "computes in half precision, not float32",
         "holds half precision, not float32",

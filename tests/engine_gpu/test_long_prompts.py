@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine_actor import ops
 from engine_actor.core.plan import PrefillChunk
 from engine_actor.load.tiny import write_tiny
 from engine_actor.model.decoder import MLP_ROWS
+from engine_actor.model.layer_ops import CUDA_ATTENTION
 from engine_actor.work.inputs import build_prefill
 from tests.engine.real_engine import BLOCK, Loaded, load
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     shape["max_position_embeddings"] = 4096
     folder = write_tiny(tmp_path_factory.mktemp("long"), "llama", seed=3, packed=True, **shape)
     loaded = load(folder, "fast", "cuda")
-    assert loaded.runner.op_set.attention is ops.CUDA_ATTENTION
+    assert loaded.runner.op_set.attention is CUDA_ATTENTION
     loaded.runner.warm_thread(max(LENGTHS))
     return loaded
 

@@ -13,6 +13,7 @@ import torch
 from engine_actor import ops
 from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.forward import ModelRunner
+from engine_actor.model.layer_ops import LayerCache, OpSet, PrepareStoreFn
 from engine_actor.model.prefill_buckets import PrefillBucket, PrefillBuckets
 from engine_actor.model.prefill_graphs import PrefillGraphs
 from engine_actor.model.prompt_forward import PromptForward
@@ -73,11 +74,11 @@ def attend(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tens
     return out
 
 
-def store_with(rows: ops.RowOps) -> ops.PrepareStoreFn:
+def store_with(rows: ops.RowOps) -> PrepareStoreFn:
     def prepare(
         cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor, layout: ops.HeadLayout
     ) -> StoreFn:
-        def run(heads: torch.Tensor, kv: ops.LayerCache, norms: HeadNorms | None) -> torch.Tensor:
+        def run(heads: torch.Tensor, kv: LayerCache, norms: HeadNorms | None) -> torch.Tensor:
             assert norms is None
             heads, real = rows.rotation(cos, sin, layout)(heads), slots >= 0
             new = heads[real, layout.queries :].unflatten(1, (2, layout.kv))
@@ -89,7 +90,7 @@ def store_with(rows: ops.RowOps) -> ops.PrepareStoreFn:
     return prepare
 
 
-def late_ops(found: ops.OpSet) -> ops.OpSet:
+def late_ops(found: OpSet) -> OpSet:
     """Ops with static plans on a CPU."""
 
     def prompts(

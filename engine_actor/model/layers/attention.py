@@ -8,6 +8,7 @@ import torch
 
 from engine_actor import ops
 from engine_actor.model.config import ModelConfig
+from engine_actor.model.layer_ops import AttentionFn, LayerCache
 from engine_actor.model.layers.linear import Projection
 
 
@@ -39,7 +40,7 @@ class Attention:
     def __init__(
         self,
         config: ModelConfig,
-        attention: ops.AttentionFn,
+        attention: AttentionFn,
         qkv: Projection,
         o: Projection,
         q_norm: ops.RowFn | None = None,
@@ -56,30 +57,28 @@ class Attention:
         self._rotated = config.n_heads + config.n_kv_heads
         self._shape = (self._rotated + config.n_kv_heads, config.head_dim)
 
-    def __call__(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, kv: LayerCache, step: StepTensors) -> torch.Tensor:
         return self.o(self.attend(self.qkv(x), kv, step))
 
     def of_rows(
-        self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors, wanted: WantedRows
+        self, x: torch.Tensor, kv: LayerCache, step: StepTensors, wanted: WantedRows
     ) -> torch.Tensor:
         """The same of the wanted rows alone, [R, hidden]; all of x is put into the cache."""
         q = self.store(x, kv, step).index_select(0, wanted.index)
         return self.o(self._attention(q, kv, wanted.attend))
 
-    def store(self, x: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
+    def store(self, x: torch.Tensor, kv: LayerCache, step: StepTensors) -> torch.Tensor:
         """Put the keys and values of x into the cache; the queries [T, heads, head_dim], scaled."""
         return self._store(self.qkv(x).view(-1, *self._shape), kv, step)
 
-    def attend(
-        self, projected: torch.Tensor, kv: ops.LayerCache, step: StepTensors
-    ) -> torch.Tensor:
+    def attend(self, projected: torch.Tensor, kv: LayerCache, step: StepTensors) -> torch.Tensor:
         """What lies between the projections: qkv's y -> o's x."""
         heads = projected.view(-1, *self._shape)
         if step.attend_heads is not None:
             return step.attend_heads(heads, kv, self._head_norms)
         return self._attention(self._store(heads, kv, step), kv, step.attend)
 
-    def _store(self, heads: torch.Tensor, kv: ops.LayerCache, step: StepTensors) -> torch.Tensor:
+    def _store(self, heads: torch.Tensor, kv: LayerCache, step: StepTensors) -> torch.Tensor:
         if step.store is not None:
             return step.store(heads, kv, self._head_norms)
         if self._q_norm is not None and self._k_norm is not None:
