@@ -156,10 +156,11 @@ class SocketPort:
                 writer.close()
 
     async def _connect(self) -> Connection:
-        if self._address is None:
+        address = self._address  # given up, perhaps, while we connect
+        if address is None:
             raise ConnectionError("the loopback socket is given up")
-        reader, writer = await asyncio.open_connection(HOST, self._address.port)
-        write_bytes(writer, bytes.fromhex(self._address.key))
+        reader, writer = await asyncio.open_connection(HOST, address.port)
+        write_bytes(writer, bytes.fromhex(address.key))
         return reader, writer
 
 

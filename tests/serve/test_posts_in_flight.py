@@ -75,6 +75,29 @@ async def test_a_connection_that_has_ended_in_silence_is_found_out_by_the_next_p
         assert (made.around.posts, received(made)) == (2, 2)
 
 
+async def test_a_stream_that_breaks_while_a_post_connects_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one gives the socket up, the other is about to say its key there."""
+    open_connection = asyncio.open_connection
+    async with bench() as made:
+        stumbling(made, random.Random(0), 0.0)
+        link = await linked(made)
+        assert await read(link) == made.runner.expected(PROMPT, 6)
+        made.port._posting[1].close()
+        made.port._posting = None
+
+        async def slow(*arguments: object, **named: object) -> object:
+            connection = await open_connection(*arguments, **named)
+            made.port._address = None
+            return connection
+
+        monkeypatch.setattr(asyncio, "open_connection", slow)
+        assert await read(link) == made.runner.expected(PROMPT, 6)
+        assert (link.restarts, received(made)) == (0, 2)
+        await link.stop()
+
+
 async def test_nothing_passes_a_post_that_is_asked_again() -> None:
     """It would be taken for a post that was run already, and its request would wait for ever."""
     async with bench() as made:
