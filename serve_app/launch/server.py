@@ -72,6 +72,8 @@ class Server:
         self._root = root
         self._events: SimpleQueue[str] = SimpleQueue()  # its put may be called from a signal
         self._variables = server_environment(Path(python), settings, root, plan["port"])
+        if plan.get("haproxy") is not None:
+            self._variables.setdefault("RAY_SERVE_HAPROXY_BINARY_PATH", plan["haproxy"])
         self._child: subprocess.Popen[bytes] | None = None
         self._drain: subprocess.Popen[bytes] | None = None
         self._started = time.monotonic()

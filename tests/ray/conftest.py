@@ -5,6 +5,7 @@ connected to its cluster. Started at first use, stopped at the end of the run.
 from __future__ import annotations
 
 import logging
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,12 @@ class Live:
 
         found = wait_until(lambda: self.actor("EngineActor"), 60, "an engine actor")
         return ray.get_actor(found.name, namespace="serve")
+
+    def metric(self, name: str) -> float:
+        """The sample of this name, without labels, in GET /metrics."""
+        with urllib.request.urlopen(f"{self.served.url}/metrics", timeout=30) as page:
+            lines = page.read().decode().splitlines()
+        return next(float(line.split(" ")[1]) for line in lines if line.startswith(f"{name} "))
 
     def status(self) -> dict[str, Any]:
         """The engine's status(), asked of the actor itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import random
 import time
 
@@ -116,6 +117,24 @@ def test_a_closed_socket_frees_its_blocks(live: Live):
     times = asyncio.run(measure())
     live.wait_idle()
     print(f"\ncancel -> free: p50 {times[10] * 1e3:.0f} ms, max {times[-1] * 1e3:.0f} ms (n=20)")
+
+
+def test_a_client_that_leaves_a_whole_answer_is_seen(live: Live):
+    """As most clients send it: the body in a packet of its own. With splicing HAProxy saw nothing,
+    and the request ran to its end."""
+    cancelled = live.metric("cancelled_total")
+    body = json.dumps({"prompt": "whole", "max_tokens": ENDLESS, "ignore_eos": True}).encode()
+    client = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+    client.putrequest("POST", "/v1/completions")
+    client.putheader("content-length", str(len(body)))
+    client.endheaders()
+    # Both the request whose body is missing and the one that asks.
+    wait_until(lambda: live.metric("http_requests_in_flight") == 2, 30, "the head at the ingress")
+    client.send(body)
+    wait_until(lambda: live.status()["queue"]["running"] == 1, 30, "a running request")
+    client.close()
+    live.wait_idle()
+    assert live.metric("cancelled_total") == cancelled + 1
 
 
 def test_evict_ends_one_of_eight_and_leaves_seven_texts(live: Live):

@@ -259,6 +259,15 @@ def test_a_side_port_in_use_is_left_alone():
         assert side_port(port, 8000) != port
 
 
+def test_haproxy_is_started_as_the_plan_says(monkeypatch):
+    plan = {"host": "127.0.0.1", "port": 8123, "haproxy": "/cache/haproxy-8123"}
+    name = "RAY_SERVE_HAPROXY_BINARY_PATH"
+    assert Server("/venv/bin/python", plan, {})._variables[name] == "/cache/haproxy-8123"
+    assert name not in Server("/venv/bin/python", {**plan, "haproxy": None}, {})._variables
+    monkeypatch.setenv(name, "/opt/haproxy")
+    assert Server("/venv/bin/python", plan, {})._variables[name] == "/opt/haproxy"
+
+
 def test_what_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", "7777")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

