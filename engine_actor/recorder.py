@@ -72,11 +72,18 @@ class Recorder:
             metrics.observe("inter_token_latency_seconds", now - last_token_at)
             return
         metrics.observe("ttft_seconds", now - seq.arrived)
+        self._prompt(seq)
+
+    def _prompt(self, seq: Sequence) -> None:
+        """Once for each request that was ever scheduled: at its first token, or at its end where
+        there was none. Not before, as who is sent back finds other blocks in the prefix cache."""
+        if seq.admitted_at is None:
+            return
+        metrics = self.metrics
+        metrics.observe("queue_seconds", seq.admitted_at - seq.arrived)
         metrics.add("prompt_tokens_total", seq.n_prompt)
         metrics.add("cached_prompt_tokens_total", seq.n_cached)
         metrics.observe("request_prompt_tokens", seq.n_prompt)
-        if seq.admitted_at is not None:
-            metrics.observe("queue_seconds", seq.admitted_at - seq.arrived)
 
     def received(self, now: float) -> None:
         self.arrivals.append(now)
@@ -91,6 +98,8 @@ class Recorder:
         metrics.add("requests_finished_total", 1, reason.value)
         metrics.observe("e2e_latency_seconds", now - seq.arrived)
         metrics.observe("request_generation_tokens", seq.n_output)
+        if seq.first_token_at is None:
+            self._prompt(seq)
         if reason is FinishReason.CANCELLED:
             metrics.add("cancelled_total")
         if seq.n_output > 1 and seq.first_token_at is not None and seq.last_token_at is not None:

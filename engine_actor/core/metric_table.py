@@ -149,7 +149,7 @@ ENGINE_METRICS: tuple[Definition, ...] = (
     _counter("preemptions_total", "Sequences sent back to the queue for recompute", "sequences"),
     _counter(
         "cancelled_total",
-        "Requests cancelled by a client, a stop string or an operator",
+        "Requests cancelled by a client or an operator",
         "requests",
     ),
     _counter("evicted_total", "Requests evicted by message", "requests"),

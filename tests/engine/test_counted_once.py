@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from configs.schema import FaultRule
-from engine_actor.messages import Evict, Flag, Limit
+from engine_actor.messages import Cancel, Evict, Flag, Limit
 from tests.doubles.queued_device import QueuedRunner, queued_engine
 from tests.doubles.scripted_runner import HashRunner, make_engine
 from tests.engine.driver import CLIENT, Driver
@@ -86,6 +86,32 @@ def test_who_was_sent_back_is_counted_whoever_did_it() -> None:
     assert engine.metrics.value("preemptions_total") == preempted
     for rid in range(3):
         assert driver.tokens(rid) == runner.expected((rid, *range(15)), 30)
+
+
+def test_a_prompt_is_counted_once_whether_or_not_a_token_follows() -> None:
+    """A score has no token, a cancel may come before the first, and who never ran is none."""
+    engine = make_engine(HashRunner(), prefill_chunk_tokens=8, max_num_seqs=2)
+    driver = Driver(engine)
+    driver.submit(0, LONG, 0, prompt_logprobs=0)
+    driver.submit(1, (1, 2), 3)
+    driver.submit(2, (3, 4), 3)
+    driver.step()
+    engine.cancel(CLIENT, Cancel(0))
+    engine.cancel(CLIENT, Cancel(2))
+    driver.run()
+    driver.submit(3, LONG[:20], 0, prompt_logprobs=0)
+    driver.run()
+    value = engine.metrics.value
+    assert value("requests_received_total") == 4
+    assert value("prompt_tokens_total") == 40 + 2 + 20
+    assert engine.metrics.count("request_prompt_tokens") == 3
+    assert engine.metrics.count("queue_seconds") == 3
+    assert engine.metrics.count("ttft_seconds") == 1
+    driver.submit(4, LONG[:20], 2)
+    driver.submit(5, LONG[:20], 2)
+    driver.run()
+    assert value("cached_prompt_tokens_total") == 16 + 16
+    assert value("prompt_tokens_total") == 62 + 40
 
 
 @pytest.mark.parametrize("mode", ["serial", "mixed"])
