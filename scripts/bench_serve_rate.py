@@ -55,8 +55,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--clients", type=int, default=8, help="processes that read, at most")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1, help="repetitions thrown away")
+    parser.add_argument(
+        "--also", nargs="*", default=[], metavar="STREAMS:OUT:REPEATS", help="further loads"
+    )
     parser.add_argument("--note", action="append", default=[], help="kept in the result")
     return parser
+
+
+def loads_of(args: argparse.Namespace) -> list[argparse.Namespace]:
+    """The flags of every load: --streams by --out, then those of --also."""
+    made = [args]
+    for text in args.also:
+        streams, out, repeats = map(int, text.split(":"))
+        other = {"streams": [streams], "out": out, "repeats": repeats}
+        made.append(argparse.Namespace(**vars(args) | other))
+    return made
 
 
 def read_streams(url: str, timed: Sequence[tuple[float, dict[str, Any]]]) -> list[StreamRecord]:
@@ -80,7 +93,7 @@ class Clients:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._url = f"{args.url.rstrip('/')}/v1/completions"
-        self._args = args
+        self.args = args
         self._pool = ProcessPoolExecutor(args.clients, multiprocessing.get_context("fork"))
         list(self._pool.map(abs, range(args.clients)))  # all are there
         self.model = ""
@@ -96,9 +109,9 @@ class Clients:
     def begin(self, streams: int, out: int | None = None) -> Callable[[], list[StreamRecord]]:
         """Send so many, of `out` tokens where they are not to be --out; what waits for all ends."""
         bodies = [self.body() | ({"max_tokens": out} if out else {}) for _ in range(streams)]
-        gap, start = self._args.gap_ms / 1e3, time.perf_counter() + LEAD_S
+        gap, start = self.args.gap_ms / 1e3, time.perf_counter() + LEAD_S
         timed = [(start + gap * i, body) for i, body in enumerate(bodies)]
-        shares = [timed[i :: self._args.clients] for i in range(min(streams, self._args.clients))]
+        shares = [timed[i :: self.args.clients] for i in range(min(streams, self.args.clients))]
         reading = [self._pool.submit(read_streams, self._url, share) for share in shares]
         return lambda: [record for future in reading for record in future.result()]
 
@@ -109,8 +122,8 @@ class Clients:
     def body(self) -> dict[str, Any]:
         return {
             "model": self.model,
-            "prompt": list(self.prompts.next(self._args.prompt)),
-            "max_tokens": self._args.out,
+            "prompt": list(self.prompts.next(self.args.prompt)),
+            "max_tokens": self.args.out,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -181,6 +194,16 @@ def measure(paths: dict[str, Send], args: argparse.Namespace) -> Found:
     return found
 
 
+def paths_of(run: EngineRun, clients: Clients, args: argparse.Namespace) -> dict[str, Send]:
+    """What each path does with a number of streams."""
+    twin, gap = Twin(run, clients, args), args.gap_ms / 1e3
+    return {
+        "engine": lambda streams: through_engine(run, args, [gap * i for i in range(streams)]),
+        "http": twin.http,
+        TWIN: twin,
+    }
+
+
 def wait_for_server(args: argparse.Namespace) -> dict[str, Any]:
     """Its status once it is ready. Raises BenchError where that takes longer than --wait."""
     base, end = args.url.rstrip("/"), time.monotonic() + args.wait
@@ -230,18 +253,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         clients.model = status["model"]["name"]
         clients.prompts = Prompts(engine.facts.vocab_size, seed=1)
         run = EngineRun(engine)
-        twin, gap = Twin(run, clients, args), args.gap_ms / 1e3
-        paths: dict[str, Send] = {
-            "engine": lambda streams: through_engine(run, args, [gap * i for i in range(streams)]),
-            "http": twin.http,
-            TWIN: twin,
-        }
-        rows = rows_of(measure(paths, args), args.warmup)
+        rows: list[dict[str, Any]] = []
+        for load in loads_of(args):
+            clients.args = load
+            found = measure(paths_of(run, clients, load), load)
+            made = rows_of(found, load.warmup, load.out)
+            print(table(made), flush=True)
+            rows += made
     finally:
         clients.close()
     switches = switches_of(args, engine) | {"server": status}
     write_record(make_record("serve_rate", switches, rows, args.note), args.output)
-    print(table(rows))
     broken = verdict(rows)
     print("\n".join(broken), end="\n" * bool(broken))
     return int(bool(broken))

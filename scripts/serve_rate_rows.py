@@ -57,17 +57,22 @@ UNITS = {
 }
 
 
-def rows_of(found: Found, warmup: int) -> list[dict[str, Any]]:
+def rows_of(found: Found, warmup: int, out: int) -> list[dict[str, Any]]:
     """Every path, then what lies between them inside each repetition: `http - engine` is what the
-    promise is about, `http - twin` the part of it that is not the order of arrival."""
+    promise is about, `http - twin` the part of it that is not the order of arrival. out: tokens of
+    a stream."""
+
+    def case_of(streams: int, path: str) -> dict[str, Any]:
+        return {"streams": streams, "out": out, "path": path}
+
     rows = [
-        make_row({"streams": streams, "path": path}, name, unit, [v[name] for v in values], warmup)
+        make_row(case_of(streams, path), name, unit, [v[name] for v in values], warmup)
         for (streams, path), values in found.items()
         for name, unit in UNITS.items()
     ]
     for streams in dict.fromkeys(streams for streams, _ in found):
         pairs = list(zip(found[streams, "engine"], found[streams, "http"], strict=True))
-        case = {"streams": streams, "path": "http / engine"}
+        case = case_of(streams, "http / engine")
         for name in RATES:
             shares = [engine[name] and http[name] / engine[name] for engine, http in pairs]
             kind = name.partition("_")[0]
@@ -76,7 +81,7 @@ def rows_of(found: Found, warmup: int) -> list[dict[str, Any]]:
             if (streams, other) not in found:
                 continue
             pairs = list(zip(found[streams, other], found[streams, "http"], strict=True))
-            case = {"streams": streams, "path": f"http - {other}"}
+            case = case_of(streams, f"http - {other}")
             for name in ("ttft", "ttft_mean"):
                 added = [http[name] - bare[name] for bare, http in pairs]
                 rows.append(make_row(case, f"{name}_added", "s", added, warmup))
@@ -84,10 +89,10 @@ def rows_of(found: Found, warmup: int) -> list[dict[str, Any]]:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One line a number of streams and promise that is broken."""
+    """One line a load and promise that is broken."""
     lines = []
     for row in rows:
-        where = f"{row['case']['streams']} streams"
+        where = _name(row["case"])
         if row["metric"] == "decode_share" and row["min"] and row["median"] < LEAST_SHARE:
             lines.append(f"BROKEN {where}: {row['median']:.0%} of the engine's tokens/s")
         is_promised = row["case"]["path"] == "http - engine" and row["metric"] == "ttft_added"
@@ -96,18 +101,22 @@ def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _name(case: dict[str, Any]) -> str:
+    return f"{case['streams']} streams of {case['out']} tokens"
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a number of streams."""
-    cells: dict[int, dict[tuple[str, str], float]] = {}
+    """A line a load."""
+    cells: dict[str, dict[tuple[str, str], float]] = {}
     for row in rows:
-        streams, path = row["case"]["streams"], row["case"]["path"]
-        cells.setdefault(streams, {})[path, row["metric"]] = row["median"]
+        name, path = _name(row["case"]), row["case"]["path"]
+        cells.setdefault(name, {})[path, row["metric"]] = row["median"]
     lines = []
-    for streams, cell in cells.items():
-        line = f"{streams:3d} streams:"
-        for name in RATES:
-            kind = name.partition("_")[0]
-            engine, http = cell["engine", name], cell["http", name]
+    for name, cell in cells.items():
+        line = f"{name:>24s}:"
+        for rate in RATES:
+            kind = rate.partition("_")[0]
+            engine, http = cell["engine", rate], cell["http", rate]
             line += f" {kind} {http:8.0f} of {engine:8.0f} tokens/s"
             line += f" ({cell['http / engine', f'{kind}_share']:.0%}) "
         ttft = [1e3 * cell[path, "ttft"] for path in ("engine", "http")]

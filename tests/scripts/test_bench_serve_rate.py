@@ -11,6 +11,7 @@ from bench_serve_rate import (
     Twin,
     build_parser,
     engine_like,
+    loads_of,
     measure,
     require_same_settings,
     through_engine,
@@ -66,7 +67,7 @@ def paths(http_seconds: float, later: float):
 
 def test_paths_take_turns_and_are_compared_inside_a_repetition():
     made, order = paths(1.0 / 0.9, -1.0 / 0.9 + 1.004)
-    rows = rows_of(measure(made, ARGS), ARGS.warmup)
+    rows = rows_of(measure(made, ARGS), ARGS.warmup, ARGS.out)
     assert order == [("engine", 1), ("http", 1), ("engine", 2), ("http", 2)] * 3
     validate(make_record("serve_rate", {}, rows))
     share = [row for row in rows if row["metric"] == "decode_share"]
@@ -74,16 +75,25 @@ def test_paths_take_turns_and_are_compared_inside_a_repetition():
     added = [row for row in rows if row["metric"] == "ttft_added"]
     assert added[0]["raw"] == pytest.approx([0.004, 0.004])
     assert verdict(rows) == []
-    assert table(rows).startswith("  1 streams: decode        1 of        1 tokens/s (90%)")
+    first = "1 streams of 128 tokens: decode        1 of        1 tokens/s (90%)"
+    assert table(rows).lstrip().startswith(first)
+
+
+def test_further_loads_in_the_same_record():
+    args = build_parser().parse_args(
+        "--checkpoint x --output x --streams 1,16 --also 64:512:2 8:32:1".split()
+    )
+    found = [(load.streams, load.out, load.repeats, load.prompt) for load in loads_of(args)]
+    assert found == [([1, 16], 128, 5, 512), ([64], 512, 2, 512), ([8], 32, 1, 512)]
 
 
 def test_broken_promises_are_named():
     made, _ = paths(2.0, 0.0)
-    assert verdict(rows_of(measure(made, ARGS), ARGS.warmup)) == [
-        "BROKEN 1 streams: 50% of the engine's tokens/s",
-        "BROKEN 1 streams: the first token 1000.00 ms later",
-        "BROKEN 2 streams: 50% of the engine's tokens/s",
-        "BROKEN 2 streams: the first token 1000.00 ms later",
+    assert verdict(rows_of(measure(made, ARGS), ARGS.warmup, ARGS.out)) == [
+        "BROKEN 1 streams of 128 tokens: 50% of the engine's tokens/s",
+        "BROKEN 1 streams of 128 tokens: the first token 1000.00 ms later",
+        "BROKEN 2 streams of 128 tokens: 50% of the engine's tokens/s",
+        "BROKEN 2 streams of 128 tokens: the first token 1000.00 ms later",
     ]
 
 
@@ -143,7 +153,7 @@ def test_what_http_adds_to_the_twin_is_told_and_not_judged():
     made, _ = paths(1.0, 0.004)
     made[TWIN] = lambda n: [stream(0.0, 0.99, 2.0) for _ in range(n)]
     made["engine"] = lambda n: [stream(0.0, 1.003, 2.0) for _ in range(n)]
-    rows = rows_of(measure(made, ARGS), ARGS.warmup)
+    rows = rows_of(measure(made, ARGS), ARGS.warmup, ARGS.out)
     over = {r["case"]["path"]: r["median"] for r in rows if r["metric"] == "ttft_added"}
     assert over == pytest.approx({"http - engine": 0.001, "http - twin": 0.014})
     assert "over its twin +14.00" in table(rows)
@@ -157,7 +167,7 @@ def test_a_time_in_which_not_all_decode_is_not_judged():
     made, _ = paths(1.0, 0.0)
     one, most = made["http"], ARGS.streams[-1]
     made["http"] = lambda n: [*one(n)[: most - 1], stream(0.0, 9.0, 10.0)] if n == most else one(n)
-    rows = rows_of(measure(made, ARGS), ARGS.warmup)
+    rows = rows_of(measure(made, ARGS), ARGS.warmup, ARGS.out)
     share = next(r for r in rows if r["metric"] == "decode_share" and r["case"]["streams"] == most)
     assert share["raw"] == [0.0, 0.0]
     assert all("engine's tokens/s" not in line for line in verdict(rows))
