@@ -66,9 +66,9 @@ def _is_computed_elsewhere(
     """
     if depth >= kv.shareable_blocks(seq):
         return False
-    digest = kv.digest_of(seq, depth)
+    digest = kv.digests.of(seq, depth)
     end = (depth + 1) * kv.block_tokens
     return any(
-        other.rank < seq.rank and other.n_computed < end and kv.digest_of(other, depth) == digest
+        other.rank < seq.rank and other.n_computed < end and kv.digests.of(other, depth) == digest
         for other in prefilling
     )

@@ -14,7 +14,7 @@ from engine_actor.core.prefix import NOWHERE, CachedBlock, PrefixCache
 from engine_actor.core.sequence import Sequence
 
 
-def check_books(
+def check_kv(
     pool: BlockPool,
     cache: PrefixCache,
     tier: HostTier,

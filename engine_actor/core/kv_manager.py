@@ -12,17 +12,11 @@ from collections.abc import Iterable
 
 from engine_actor.core.block_copies import CopyQueue
 from engine_actor.core.blocks import BlockPool
+from engine_actor.core.digests import BlockDigests, Digest, chain_digest
+from engine_actor.core.eviction import Eviction
 from engine_actor.core.host_tier import HostTier
-from engine_actor.core.kv_check import check_books
-from engine_actor.core.prefix import (
-    NOWHERE,
-    CacheChanges,
-    CachedBlock,
-    Digest,
-    PrefixCache,
-    chain_digest,
-    extend_hashes,
-)
+from engine_actor.core.kv_check import check_kv
+from engine_actor.core.prefix import CacheChanges, CachedBlock, PrefixCache
 from engine_actor.core.sequence import Sequence
 
 
@@ -44,12 +38,13 @@ class KVManager:
             raise ValueError(f"a block needs at least one token, got {block_tokens}")
         self.block_tokens = block_tokens
         self.prefix_cache = prefix_cache
-        self._digest = digest
+        self.digests = BlockDigests(block_tokens, digest)
         self._pool = BlockPool(n_blocks)
         self._cache = PrefixCache()
         self._changes = CacheChanges()
         self.copies = CopyQueue()
         self.tier = HostTier(host_slots if prefix_cache else 0, self.copies, self._changes)
+        self._eviction = Eviction(self._pool, self._cache, self.tier, self.copies, self._changes)
         self.in_memory = sys.maxsize
 
     @property
@@ -94,16 +89,9 @@ class KVManager:
         full = len(seq.tokens) // self.block_tokens
         depth = self._cache.depth(seq.block_hashes)
         while depth == len(seq.block_hashes) < full:
-            self.extend_hashes(seq, depth + 1)
+            self.digests.extend(seq, depth + 1)
             depth += self._cache.find(seq.block_hashes[depth]) is not None
         return min(depth, self.shareable_blocks(seq))
-
-    def digest_of(self, seq: Sequence, index: int) -> bytes | None:
-        """Of a block and all before it; None where the tokens do not fill it."""
-        if (index + 1) * self.block_tokens > len(seq.tokens):
-            return None
-        self.extend_hashes(seq, index + 1)
-        return seq.block_hashes[index]
 
     def match(self, seq: Sequence) -> int:
         """Attach the longest cached prefix to a sequence without blocks, what the host keeps of it
@@ -115,9 +103,9 @@ class KVManager:
         parent: CachedBlock | None = None
         shareable = self.shareable_blocks(seq)
         for index in range(shareable):
-            self.extend_hashes(seq, index + 1)
+            self.digests.extend(seq, index + 1)
             entry = self._cache.find(seq.block_hashes[index])
-            if entry is None or not entry.holds(self._tokens_of(seq, index), parent, seq.salt):
+            if entry is None or not entry.holds(self.digests.tokens(seq, index), parent, seq.salt):
                 break
             self._pool.hold(entry.block)
             self._cache.mark_held(entry)
@@ -139,7 +127,7 @@ class KVManager:
             return True
         if missing > self.n_free:
             return False
-        self._make_free(missing, urgent)
+        self._eviction.make_free(missing, urgent)
         self._attach(seq, self._pool.take_many(missing))
         seq.frozen_blocks = None
         return True
@@ -151,7 +139,7 @@ class KVManager:
         if full <= index or not self.prefix_cache:
             return
         seq.n_registered = full
-        self.extend_hashes(seq, full)
+        self.digests.extend(seq, full)
         parent = self._cache.of_block(seq.blocks[index - 1]) if index else None
         while index < full and (parent is not None or index == 0):
             parent = self._enter(seq, index, parent)
@@ -180,7 +168,7 @@ class KVManager:
         keep them until released (see holds_tail()); cached ones there are forgotten.
         """
         if n_blocks < self.capacity:
-            self._drop_from(n_blocks)
+            self._eviction.drop_from(n_blocks)
         self._pool.resize(n_blocks)
 
     def holds_tail(self, seq: Sequence) -> bool:
@@ -191,7 +179,7 @@ class KVManager:
         """Forget every cached block, the host's too. Running sequences keep theirs, unshared from
         now on.
         """
-        self._drop_from(0)
+        self._eviction.drop_from(0)
         self.tier.clear()
 
     def take_events(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
@@ -202,13 +190,13 @@ class KVManager:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Prove the invariants; `sequences` are all that may have blocks. Raises AssertionError."""
-        check_books(self._pool, self._cache, self.tier, self.block_tokens, sequences)
+        check_kv(self._pool, self._cache, self.tier, self.block_tokens, sequences)
 
     def _enter(self, seq: Sequence, index: int, parent: CachedBlock | None) -> CachedBlock | None:
         """Cache one computed block. None ends the chain: a block whose parent is not the cached one
         must not be cached, or its parent could be evicted before it.
         """
-        block, tokens = seq.blocks[index], self._tokens_of(seq, index)
+        block, tokens = seq.blocks[index], self.digests.tokens(seq, index)
         if block >= self.capacity:
             return None
         digest = seq.block_hashes[index]
@@ -236,15 +224,15 @@ class KVManager:
         """
         found: list[CachedBlock] = []
         for index in range(len(seq.blocks), shareable):
-            self.extend_hashes(seq, index + 1)
+            self.digests.extend(seq, index + 1)
             entry = self.tier.find(seq.block_hashes[index])
-            if entry is None or not entry.holds(self._tokens_of(seq, index), parent, seq.salt):
+            if entry is None or not entry.holds(self.digests.tokens(seq, index), parent, seq.salt):
                 break
             found.append(entry)
             parent = entry
         urgent = len(found) <= self.copies.few
         with self.tier.holding(found):
-            self._make_free(len(found))
+            self._eviction.make_free(len(found))
         for entry in found[: self._pool.n_free]:
             block = self._pool.take()
             if block >= self.in_memory:
@@ -256,45 +244,6 @@ class KVManager:
             self.tier.restore(entry, block, urgent)
             self._attach(seq, [block])
 
-    def _make_free(self, count: int, urgent: bool = False) -> None:
-        """Evict until the pool has so many blocks free, or none is left to evict."""
-        urgent = urgent or count - self._pool.n_free <= self.copies.few
-        while self._pool.n_free < count and self._cache.n_idle:
-            entry = self._cache.evict_oldest()
-            block = entry.block
-            self._leave_device(entry, block, urgent)
-            self._pool.put_back(block)
-
-    def _drop_from(self, first: int) -> None:
-        """Take blocks `first` and above out of the cache, and all that builds on them. The host
-        keeps what it has; nothing is copied, as that memory may be gone before the copy is made.
-        """
-        for entry, is_idle in reversed(self._cache.drop_from(first)):
-            block = entry.block
-            self._leave_device(entry, None)
-            if is_idle:
-                self._pool.put_back(block)
-        self.tier.drop_orphans()
-
-    def _leave_device(self, entry: CachedBlock, readable: int | None, urgent: bool = False) -> None:
-        entry.block = NOWHERE
-        if not self.tier.keep(entry, readable, urgent):
-            self._changes.note(entry.digest, cached=False)
-
     def _attach(self, seq: Sequence, blocks: list[int]) -> None:
         seq.blocks += blocks
         seq.copy_ticket = max(seq.copy_ticket, self.copies.last_ticket_of(blocks))
-
-    def _tokens_of(self, seq: Sequence, index: int) -> tuple[int, ...]:
-        return tuple(seq.tokens[index * self.block_tokens : (index + 1) * self.block_tokens])
-
-    def extend_hashes(self, seq: Sequence, n_blocks: int) -> None:
-        """Make the digests of its first n_blocks blocks that it lacks."""
-        extend_hashes(
-            seq.block_hashes,
-            seq.tokens,
-            n_blocks,
-            salt=seq.salt,
-            block_tokens=self.block_tokens,
-            digest=self._digest,
-        )

@@ -7,44 +7,9 @@ so a collision costs a miss and never gives a wrong block.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-Digest = Callable[[bytes, Sequence[int]], bytes]
-
-
-def chain_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Digest of a block and all before it: 16 bytes over the parent's digest and the token ids."""
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
-
-
-def root_digest(salt: str) -> bytes:
-    """What the first block chains to: requests of different salts never share."""
-    return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def extend_hashes(
-    hashes: list[bytes],
-    tokens: Sequence[int],
-    n_blocks: int,
-    *,
-    salt: str,
-    block_tokens: int,
-    digest: Digest,
-) -> None:
-    """Append the chained digests that `hashes` lacks of the first n_blocks blocks of `tokens`."""
-    first = len(hashes)
-    if first >= n_blocks:
-        return
-    parent = hashes[-1] if hashes else root_digest(salt)
-    rest = array("q", tokens[first * block_tokens : n_blocks * block_tokens])
-    for start in range(0, len(rest), block_tokens):
-        parent = digest(parent, rest[start : start + block_tokens])
-        hashes.append(parent)
-
 
 NOWHERE = -1
 """Stands for the block or the slot of an entry that has none."""

@@ -192,7 +192,7 @@ class Scheduler:
         for chunk in plan.prefill if self._kv.prefix_cache else ():
             seq = self._roster.live.get(chunk.key)
             if seq is not None:
-                self._kv.extend_hashes(seq, chunk.end // self._kv.block_tokens)
+                self._kv.digests.extend(seq, chunk.end // self._kv.block_tokens)
 
     def commit(self, outcome: StepOutcome) -> tuple[Finished, ...]:
         """Take in the outcome of the oldest open step: KV counted, tokens accepted, ends decided,

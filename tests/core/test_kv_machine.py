@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from engine_actor.core.digests import chain_digest
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.params import SamplingParams
-from engine_actor.core.prefix import chain_digest
 from engine_actor.core.sequence import Sequence as Request
 
 BLOCK = 2
