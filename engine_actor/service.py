@@ -84,8 +84,9 @@ class EngineService:
         """Run messages in order, once per (client, seq). Returns (seq, rejected, load); a rejection
         is (rid, code), rid -1 where a malformed message has none. A post with a submit is answered
         once the engine has looked at it, any other at once. Raises EngineRestarted to a client that
-        is not attached, or not any more when its messages would run, and for a post that belongs to
-        an earlier session.
+        is not attached, or not any more when its messages would run, for a post that belongs to
+        an earlier session, and for one that a later post has passed: run now it would be out of
+        order, and its requests must not wait for an answer that never comes.
         """
         session = self._sessions.get(client)
         if seq < session.first_seq:
@@ -102,7 +103,7 @@ class EngineService:
                 session.keep(seq, self._loop.call(run))
             reply = session.replies.get(seq)
         if reply is None:
-            return seq, [], astuple(self._load)
+            raise EngineRestarted(f"post {seq} of {client} was passed by post {session.last_seq}")
         if any(isinstance(message, Submit) for message in decoded) or self._loop.fatal:
             return seq, await _joined(reply), astuple(self._load)
         return seq, malformed, astuple(self._load)
