@@ -59,7 +59,9 @@ def limit_of(user_config: dict[str, Any]) -> Limit:
     known = {item.name for item in fields(Limit)}
     unknown = sorted(set(user_config) - known)
     if unknown:
-        raise ValueError(f"user_config: unknown {', '.join(unknown)}; known: {sorted(known)}")
+        raise ValueError(
+            f"no such limit: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
+        )
     limit = Limit(**user_config)
     decode_messages(encode_messages([limit]))
     return limit

@@ -20,7 +20,7 @@ _LARGER = {"prompt": MAX_IDS, "tokens": MAX_IDS, "messages": 8 * MAX_ENTRIES}
 """A message is an object with a role, a name and parts that are objects themselves."""
 
 
-_PLAIN = frozenset({int, float, str, bool, type(None)})
+PLAIN = frozenset({int, float, str, bool, type(None)})
 """What holds nothing inside."""
 
 
@@ -51,6 +51,6 @@ def _exceeds(value: list[Any] | dict[str, Any], most: int) -> bool:
         if left < 0:
             return True
         inner = entries.values() if isinstance(entries, dict) else entries
-        if not _PLAIN.issuperset(map(type, inner)):  # in C: a prompt may be many thousand ids
+        if not PLAIN.issuperset(map(type, inner)):  # in C: a prompt may be many thousand ids
             pending.extend(entry for entry in inner if isinstance(entry, (list, dict)))
     return False

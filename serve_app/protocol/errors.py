@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from engine_actor.core.params import InvalidParam
 
@@ -122,7 +123,7 @@ def from_validation(error: ValidationError, public: Iterable[str]) -> ApiError:
 
     The offending value is never repeated: it may be huge, secret, or not encodable.
     """
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = _meant(error.errors(include_url=False, include_context=False, include_input=False))
     names = set(public)
     param = next((str(part) for part in first["loc"] if part in names), None)
     kind = first["type"]
@@ -137,3 +138,17 @@ def from_validation(error: ValidationError, public: Iterable[str]) -> ApiError:
     if kind == "model_type":  # pydantic's text names our class
         why = "Input should be an object"
     return ApiError(code, f"{param}: {why}" if param else why, param)
+
+
+def _meant(errors: list[ErrorDetails]) -> ErrorDetails:
+    """The first error. Where a text or a list would do there is one for each, the text's first: who
+    got further into the list meant that, and who sent neither hears of both.
+    """
+    first = errors[0]
+    where = first["loc"][:-1]
+    if first["loc"][-1:] != ("str",):
+        return first
+    as_list = next((one for one in errors[1:] if one["loc"][: len(where)] == where), first)
+    if len(as_list["loc"]) == len(first["loc"]):
+        return {**first, "msg": "Input should be a valid string or list"}
+    return as_list

@@ -151,6 +151,29 @@ def test_a_message_that_others_serve_is_refused_by_what_it_holds(
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "messages")
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": 5}, "prompt: Input should be a valid string or list"),
+        ({"prompt": "a", "stop": 5}, "stop: Input should be a valid string or list"),
+        ({"prompt": "a", "stop": [5]}, "stop: Input should be a valid string"),
+        ({"prompt": "a", "n": "2"}, "n: Input should be a valid integer"),
+        ({"content": 5}, "messages: Input should be a valid string or list"),
+        ({"content": [5]}, "messages: Input should be an object"),
+        ({"content": [{"type": "text"}]}, "text is required in messages"),
+        ({"content": [{"type": "x", "text": "a"}]}, "messages: Input should be 'text'"),
+    ],
+)
+def test_a_refusal_says_what_would_do(body: dict[str, Any], message: str) -> None:
+    """Where a text or a list would, the one that the caller was about to send is spoken of."""
+    kind: Any = CompletionRequest
+    if "content" in body:
+        kind, body = ChatRequest, {"messages": [{"role": "user", **body}]}
+    with pytest.raises(ApiError) as caught:
+        parse_model(kind, body)
+    assert caught.value.message == message
+
+
 def test_an_empty_list_of_tool_calls_says_nothing() -> None:
     message = {"role": "assistant", "content": "x", "tool_calls": [], "audio": None}
     request = parse_model(ChatRequest, {"messages": [message]})

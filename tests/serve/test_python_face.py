@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -94,6 +95,38 @@ async def test_what_only_python_can_send(make_api: ApiMaker, caplog: Any) -> Non
     with pytest.raises(ApiError) as caught:
         await face.generate("a", stop=around)
     assert caught.value.param == "stop"
+
+
+async def test_what_a_json_writer_would_turn_into_json(make_api: ApiMaker) -> None:
+    """Tuples are lists, integer keys are text: OpenAI's client takes both."""
+    _, face = await face_of(make_api)
+    ids = TOKENIZER.ids("hel", "lo")
+    asked: list[tuple[Any, dict[str, Any], int]] = [
+        (tuple(ids), {}, 2),
+        ((tuple(ids), ids), {}, 4),
+        (("a", "a"), {}, 2),
+        (None, {"messages": ({"role": "user", "content": "a"},)}, 1),
+        ("a", {"stop": ("lo",)}, 1),
+        ("a", {"logit_bias": {ids[0]: 1}, "stop_token_ids": (ids[0],)}, 1),
+    ]
+    for prompt, parameters, _ in asked:
+        as_lists = json.loads(json.dumps({"prompt": prompt, **parameters}))
+        body = await face.generate(prompt, **parameters)
+        assert without_ids(body) == without_ids(await face.generate(as_lists))
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ApiError, match="nested too deeply"):
+        await face.generate("a", metadata=deep)
+
+
+async def test_a_stream_is_asked_for_by_its_method(make_api: ApiMaker) -> None:
+    _, face = await face_of(make_api)
+    for asked in (face.generate("a", stream=True), anext(face.stream("a", stream=False))):
+        with pytest.raises(ApiError, match="stream: generate gives whole answers") as caught:
+            await asked
+        assert caught.value.param == "stream"
+    assert (await face.generate("a", stream=False))["choices"][0]["text"] == "hello"
 
 
 async def test_a_caller_that_stops_reading_frees_its_sequences(make_api: ApiMaker) -> None:
