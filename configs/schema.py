@@ -138,8 +138,8 @@ class EngineConfig(_Strict):
     )
     prefill_graphs: bool | None = Field(
         None,
-        description="GPU: small prompt chunks as captured graphs, too; default: where cuda_graphs "
-        "is on and the engine has 20 GiB",
+        description="GPU: small prompt chunks as captured graphs, too, and those of a burst where "
+        "the engine has 64 GiB; default: where cuda_graphs is on and it has 20",
     )
     overlap_mode: Literal["serial", "two_streams", "two_streams_capped", "green", "mixed"] = Field(
         "two_streams",

@@ -40,8 +40,8 @@ from engine_actor.model.sampler import BrokenLogits, Sampler
 from engine_actor.planning import (
     context_length,
     plan_here,
+    prefill_graph_rows,
     render,
-    wants_prefill_graphs,
     wants_small_workspaces,
     with_chunk,
 )
@@ -92,8 +92,9 @@ def engine_around(args: AppArgs, checkpoint: Checkpoint, name: str = "engine-0")
         config = with_chunk(config, plan.settings.chunk_tokens)
     runner = _load_runner(checkpoint, config, device)
     runner.prepare_decode(config.max_num_seqs, max_model_len, config.cuda_graphs)
-    if plan is not None and wants_prefill_graphs(config, plan.allowance):
-        runner.prepare_prefill(config.chunk_tokens, max_model_len)
+    graph_rows = 0 if plan is None else prefill_graph_rows(config, plan.allowance)
+    if graph_rows:
+        runner.prepare_prefill(graph_rows, max_model_len)
     facts = _facts(args, checkpoint, runner, max_model_len, name, plan)
     sampler = Sampler(runner.vocab_size)
     engine = Engine(config, facts, runner, sampler)

@@ -33,6 +33,7 @@ from engine_actor.model.layer_ops import LayerShape, explain_layer
 from engine_actor.model.ledger import MIB
 from engine_actor.model.memory import card_of
 from engine_actor.model.precision import compute_dtype, resolve_kv_dtype
+from engine_actor.model.prefill_buckets import ROWS
 from engine_actor.model.step_bytes import StepShape, step_parts
 
 SMALL_CARD_BYTES = 12 << 30
@@ -43,6 +44,10 @@ BURST_TOKENS = 2048
 PREFILL_GRAPHS_FROM = 20 << 30
 """Memory for the engine from which on small chunks get graphs where nobody says: a card that has
 less of it is slower as well, and its host keeps up with it.
+"""
+BURST_GRAPHS_FROM = 64 << 30
+"""The same for chunks as large as a burst: cards of less memory take several times as long for one
+as the host.
 """
 LEAST_SM = 80
 """Of the kernels that read strips at any number of rows."""
@@ -101,11 +106,18 @@ def with_chunk(config: EngineConfig, tokens: int) -> EngineConfig:
     return config.model_copy(update=chosen)
 
 
-def wants_prefill_graphs(config: EngineConfig, allowed: int) -> bool:
-    """Whether small chunks are captured on a card with so many bytes for the engine."""
-    if config.prefill_graphs is None:
-        return config.cuda_graphs and allowed >= PREFILL_GRAPHS_FROM
-    return config.prefill_graphs
+def prefill_graph_rows(config: EngineConfig, allowed: int) -> int:
+    """Tokens of the largest chunks that are captured on a card with so many bytes for the engine, 0
+    for none: small ones, and a crowd's where a burst is larger and the card computes it about as
+    fast as its host launches it.
+    """
+    wanted = config.prefill_graphs
+    if wanted is None:
+        wanted = config.cuda_graphs and allowed >= PREFILL_GRAPHS_FROM
+    if not wanted:
+        return 0
+    burst_tokens = config.prefill_burst_tokens if allowed >= BURST_GRAPHS_FROM else None
+    return min(config.chunk_tokens, max(ROWS[-1], burst_tokens or 0))
 
 
 def _plan(
@@ -117,6 +129,7 @@ def _plan(
     device = torch.device("cuda")
     kv_dtype = resolve_kv_dtype(model, device, config.numerics, config.kv.dtype)
     exact = config.numerics == "exact"
+    config = with_chunk(config, chunk_tokens)
     shape = _step_shape(config, checkpoint, sm, allowance(card, limit, reserve))
     weights = weight_bytes(model, checkpoint.entries, shape.item_bytes, exact)
     request = Request(
@@ -170,7 +183,7 @@ def _step_shape(config: EngineConfig, checkpoint: Checkpoint, sm: int, allowed: 
         block_tokens=config.kv.block_tokens,
         in_buckets=in_buckets,
         graphs=in_buckets and config.cuda_graphs,
-        prefill_graphs=in_buckets and wants_prefill_graphs(config, allowed),
+        prefill_graph_rows=prefill_graph_rows(config, allowed) if in_buckets else 0,
         small_workspaces=wants_small_workspaces(allowed),
         in_strips=packed,
         gated=packed and has_gated(checkpoint.entries) and dtype == torch.float16,

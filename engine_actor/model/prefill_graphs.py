@@ -2,8 +2,8 @@
 
 A batch of chunks is staged into the fixed tensors of its bucket and padded; where each prompt
 begins and how long it is, attention reads on the device. Chunks of a few hundred rows would
-otherwise wait for the host, which launches them kernel by kernel. Knows tensors and buckets; knows
-no layer and no request.
+otherwise wait for the host, which launches them kernel by kernel; those of a burst do where it has
+other work as well. Knows tensors and buckets; knows no layer and no request.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PrefillGraphs:
         self._forward_of = forward_of
         self._rotary = rotary
         self._block_tokens = block_tokens
-        rows, keys = buckets.rows[-1], buckets.keys[-1]
+        rows, keys = buckets.most_rows, buckets.most_keys
         self._staged = ops.StagedPrompts.empty(rows, keys, block_tokens, head_dim, device)
         self._logits = torch.empty(
             buckets.sequences, vocab_size, dtype=torch.float32, device=device
@@ -80,7 +80,8 @@ class PrefillGraphs:
         bucket = None
         if inputs.wanted is not None:
             n_keys = sum(inputs.kv_lens)
-            bucket = self.buckets.of(inputs.n_tokens, n_keys, len(inputs.q_lens))
+            q_lens = inputs.q_lens
+            bucket = self.buckets.of(inputs.n_tokens, n_keys, len(q_lens), max(q_lens))
         self.counts.unbucketed += bucket is None
         return bucket
 
@@ -112,13 +113,11 @@ class PrefillGraphs:
         others. A capture takes a step's time several times over, which nobody should wait for who
         streams meanwhile. No KV is written.
         """
-        for keys in reversed(self.buckets.keys):
-            for rows in reversed(self.buckets.rows):
-                bucket = PrefillBucket(rows, keys)
-                step = self._step(bucket)
-                step.staged.clear()
-                if not self._graphs.warm_up(bucket, step.run):
-                    return
+        for bucket in self.buckets:
+            step = self._step(bucket)
+            step.staged.clear()
+            if not self._graphs.warm_up(bucket, step.run):
+                return
 
     def cache_moved(self) -> None:
         """To be called after whatever may have moved the KV cache."""
@@ -134,7 +133,7 @@ class PrefillGraphs:
 
 def static_bytes(buckets: PrefillBuckets, vocab_size: int, block_tokens: int, head_dim: int) -> int:
     """Memory that is taken when the model is loaded."""
-    rows, keys = buckets.rows[-1], buckets.keys[-1]
+    rows, keys = buckets.most_rows, buckets.most_keys
     width = -(-keys // block_tokens)
     each = 4 * vocab_size + 4 * width + 24
     return rows * (8 * head_dim + 16) + 4 * keys + buckets.sequences * each

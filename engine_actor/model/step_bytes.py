@@ -55,10 +55,10 @@ class StepShape:
     """What a step's memory depends on beside the settings. item_bytes: of an activation. sm: of the
     card. streams: that multiply. partial_prefills: prompts in one chunk. head_bits: 0 for dense.
     head_rows: of x, that the head is read packed for.
-    graphs, prefill_graphs: whether decode steps and small chunks are captured. in_strips: whether
-    every linear of the layers is read packed at any number of rows. gated: whether gate and up are
-    one linear that gives the product. in_buckets: whether decode steps have fixed shapes, without
-    which nothing is captured.
+    graphs: whether decode steps are captured; prefill_graph_rows: chunks of so many tokens at most,
+    0 for none. in_strips: whether every linear of the layers is read packed at any number of rows.
+    gated: whether gate and up are one linear that gives the product. in_buckets: whether decode
+    steps have fixed shapes, without which nothing is captured.
     """
 
     model: ModelConfig
@@ -74,7 +74,7 @@ class StepShape:
     small_workspaces: bool = False
     in_strips: bool = False
     gated: bool = False
-    prefill_graphs: bool = False
+    prefill_graph_rows: int = 0
     in_buckets: bool = True
 
 
@@ -90,7 +90,7 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
         if shape.graphs:
             nbytes = graph_bytes(buckets, row_bytes(shape))
             yield Part("decode graphs", nbytes, f"{len(buckets)} at most, made with use")
-        if shape.prefill_graphs:
+        if shape.prefill_graph_rows:
             yield from _prefill_graph_parts(shape, settings)
     yield Part("sampler", sampler_bytes(rows, shape.vocab_size) + SAMPLER_REST)
     yield Part("position tables", table_bytes(shape.model, settings.max_model_len), "", True)
@@ -102,11 +102,12 @@ def step_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
 
 def _prefill_graph_parts(shape: StepShape, settings: Settings) -> Iterator[Part]:
     sequences = ops.StagedPrompts.SEQUENCES
-    buckets = PrefillBuckets.up_to(settings.chunk_tokens, settings.max_model_len, sequences)
+    most = min(settings.chunk_tokens, shape.prefill_graph_rows)
+    buckets = PrefillBuckets.up_to(most, settings.max_model_len, sequences)
     fixed = prefill_graphs.static_bytes(
         buckets, shape.vocab_size, shape.block_tokens, shape.model.head_dim
     )
-    rows, keys = buckets.rows[-1], buckets.keys[-1]
+    rows, keys = buckets.most_rows, buckets.most_keys
     yield Part("prefill buckets", fixed, f"up to {rows} rows", True)
     largest = replace(settings, chunk_tokens=rows, max_model_len=keys)
     peak = prompt_bytes(replace(shape, partial_prefills=sequences), largest)
@@ -177,7 +178,7 @@ def workspace_bytes(shape: StepShape) -> int:
 
 def multiplying(shape: StepShape) -> int:
     """Streams that products run on; graphs of a kind are captured on one of their own."""
-    return shape.streams + shape.graphs + shape.prefill_graphs
+    return shape.streams + shape.graphs + bool(shape.prefill_graph_rows)
 
 
 def row_bytes(shape: StepShape) -> int:

@@ -16,7 +16,7 @@ from engine_actor.load.footprint import head_of
 from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.kv_store import kv_bytes_per_block
 from engine_actor.model.ledger import MIB
-from engine_actor.planning import plan_for, render, wants_prefill_graphs, with_chunk
+from engine_actor.planning import plan_for, prefill_graph_rows, render, with_chunk
 from random_model import SHAPES, RandomCheckpoint, Shape, random_checkpoint
 
 LARGE_CARD = Card(143_771 * MIB, outside=600 * MIB)
@@ -201,25 +201,34 @@ def test_a_chosen_chunk_is_sliced_beside_decodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("card_mb", "settings", "wanted"),
+    ("card_mb", "settings", "rows"),
     [
-        (4096, {}, False),
-        (12_288, {}, False),
-        (24_576, {}, True),
-        (143_771, {}, True),
-        (143_771, {"memory_limit_mb": 4096}, False),
-        (143_771, {"cuda_graphs": False}, False),
-        (143_771, {"prefill_graphs": False}, False),
-        (4096, {"prefill_graphs": True}, True),
+        (4096, {}, 0),
+        (12_288, {}, 0),
+        (24_576, {}, 512),
+        (24_576, {"prefill_burst_tokens": 2048}, 512),
+        (143_771, {}, 2048),
+        (143_771, {"prefill_chunk_tokens": 8192}, 512),
+        (143_771, {"prefill_chunk_tokens": 300, "prefill_burst_tokens": 300}, 300),
+        (143_771, {"prefill_slice_tokens": 256, "prefill_burst_tokens": 1024}, 1024),
+        (143_771, {"prefill_slice_tokens": 256}, 512),
+        (143_771, {"memory_limit_mb": 4096}, 0),
+        (143_771, {"cuda_graphs": False}, 0),
+        (143_771, {"prefill_graphs": False}, 0),
+        (4096, {"prefill_graphs": True}, 256),
+        (24_576, {"prefill_graphs": True}, 512),
     ],
 )
-def test_graphs_of_small_chunks_where_the_card_is_fast(
-    card_mb: int, settings: dict[str, Any], wanted: bool
+def test_graphs_of_chunks_where_the_card_is_fast(
+    card_mb: int, settings: dict[str, Any], rows: int
 ) -> None:
+    """Those of bursts where it computes one as fast as its host launches it."""
     args = args_of(1024, **settings)
     plan = plan_for(args, random_checkpoint(SHAPES["3b"], CPU), Card(card_mb * MIB), 90)
     names = {part.name: part.nbytes for part in plan.parts}
-    assert wants_prefill_graphs(args.engine, plan.allowance) == wanted
-    assert ("prefill graphs" in names) == ("prefill buckets" in names) == wanted
-    if wanted:
-        assert 20 * MIB < names["prefill graphs"] < 200 * MIB
+    config = with_chunk(args.engine, plan.settings.chunk_tokens)
+    assert prefill_graph_rows(config, plan.allowance) == rows
+    assert ("prefill graphs" in names) == ("prefill buckets" in names) == bool(rows)
+    if rows:
+        most = 200 if rows <= 512 else 350
+        assert 20 * MIB < names["prefill graphs"] < most * MIB

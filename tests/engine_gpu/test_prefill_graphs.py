@@ -15,23 +15,24 @@ import torch
 
 from engine_actor import ops
 from engine_actor.core.plan import OverlapMode, PrefillChunk
-from engine_actor.load.checkpoint import open_checkpoint
 from engine_actor.load.tiny import write_tiny
-from engine_actor.model.batch_inputs import BatchInputs
-from engine_actor.model.runner import ModelRunner, build_runner
-from engine_actor.work.inputs import build_prefill
-from tests.engine.real_engine import BLOCK, Loaded, load, texts
+from tests.engine.real_engine import Loaded, load, texts
 from tests.engine_gpu.broken_captures import failing, unrecordable
+from tests.engine_gpu.prompt_batches import (
+    BATCHES,
+    BURST,
+    BURSTS,
+    CONTEXT,
+    EACH,
+    FAMILIES,
+    MOST,
+    Unrecorded,
+    inputs_of,
+    run_all,
+    runner_of,
+)
 
 pytestmark = pytest.mark.gpu
-
-MOST, CONTEXT = 512, 1500
-EACH = -(-CONTEXT // BLOCK)
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"dtype": "float16"},
-    "qwen2": {"dtype": "bfloat16"},
-    "mistral": {"dtype": "float16", "sliding_window": 50},
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,86 +50,57 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder_of
 
 
-class Unrecorded:
-    """A capture whose replay launches everything anew."""
-
-    nbytes = 0
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        return run
-
-
-def runner_of(folder: Path, kv_dtype: str = "auto") -> ModelRunner:
-    opened = open_checkpoint(folder)
-    return build_runner(
-        opened.config, opened.weights(), device="cuda", kv_dtype=kv_dtype, block_tokens=BLOCK
-    )
-
-
 def prepared(folder: Path) -> Loaded:
     loaded = load(folder, "fast", "cuda")
     loaded.runner.prepare_prefill(MOST, CONTEXT)
     return loaded
 
 
-def chunk(key: int, start: int, end: int, wanted: bool = True) -> PrefillChunk:
-    """Of sequence `key`, whose tokens are its own and whose blocks lie backwards."""
-    draw = random.Random(key)
-    tokens = tuple(draw.randrange(3, 270) for _ in range(end))[start:]
-    blocks = tuple(range(key * EACH + EACH - 1, key * EACH - 1, -1))[: -(-end // BLOCK)]
-    return PrefillChunk(("c", key), start, end, tokens, blocks, wanted)
-
-
-def inputs_of(runner: ModelRunner, chunks: list[PrefillChunk]) -> BatchInputs:
-    return build_prefill(chunks, BLOCK, runner.device)
-
-
-BATCHES = {
-    "one": [chunk(0, 0, 30)],
-    "a whole bucket": [chunk(0, 0, 64)],
-    "of another length": [chunk(1, 0, 41)],
-    "cached keys": [chunk(1, 41, 90)],
-    "many cached keys": [chunk(2, 0, 500), chunk(1, 90, 91)],
-    "the longest": [chunk(2, 500, 1000, wanted=False)],
-    "beyond the fewest keys": [chunk(2, 1000, 1200)],
-    "three, the last unfinished": [chunk(3, 0, 7), chunk(4, 0, 90), chunk(5, 0, 33, wanted=False)],
-    "the second wanted": [chunk(6, 0, 20, wanted=False), chunk(7, 0, 21)],
-    "nobody": [chunk(6, 20, 40, wanted=False)],
-    "all places": [chunk(8 + i, 0, 3 + i) for i in range(8)],
-    "no room": [chunk(0, 0, 520)],
-}
-
-
-def run_all(runner: ModelRunner, times: int = 3) -> dict[str, list[torch.Tensor]]:
-    """Each batch some times in a row: by its launches, then replayed."""
-    made: dict[str, list[torch.Tensor]] = {}
-    for name, chunks in BATCHES.items():
-        inputs = inputs_of(runner, chunks)
-        for _ in range(times):
-            logits = runner.prefill_logits(inputs)
-            assert (logits is None) == (not any(each.samples for each in chunks)), name
-            if logits is not None:
-                made.setdefault(name, []).append(logits.clone())
-    return made
-
-
+@pytest.mark.parametrize(
+    ("most", "batches", "eager"), [(MOST, BATCHES, 1), (BURST, BURSTS, 2)], ids=["small", "bursts"]
+)
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_replay_has_the_bits_of_the_first_run_and_the_plain_logits(
-    folder: Callable[[str], Path], family: str, kv_dtype: str
+    folder: Callable[[str], Path],
+    family: str,
+    kv_dtype: str,
+    most: int,
+    batches: dict[str, list[PrefillChunk]],
+    eager: int,
 ) -> None:
-    """bf16 keeps eight bits of a number, so its logits differ by more."""
+    """bf16 keeps eight bits of a number, so its logits differ by more. eager: batches without a
+    bucket."""
     plain, staged = (runner_of(folder(family), kv_dtype) for _ in range(2))
-    staged.prepare_prefill(MOST, CONTEXT)
+    staged.prepare_prefill(most, CONTEXT)
     for runner in (plain, staged):
         runner.resize_kv(16 * EACH)
-    wanted, made = run_all(plain), run_all(staged)
-    assert staged.prefill_graph_counts.replays >= 2 * (len(BATCHES) - 1)
-    assert staged.prefill_graph_counts.failures == 0
+    wanted, made = (run_all(runner, batches=batches) for runner in (plain, staged))
+    counts = staged.prefill_graph_counts
+    assert counts.replays >= 2 * (len(batches) - eager)
+    assert (counts.failures, counts.unbucketed) == (0, 3 * eager)
     for name, (first, *others) in made.items():
         assert all(torch.equal(first, other) for other in others), name
         allowed = 0.5 if family == "qwen2" or kv_dtype == "int8" else 0.1
         torch.testing.assert_close(first, wanted[name][0], atol=allowed, rtol=0.02, msg=name)
+
+
+def test_a_burst_has_the_bits_of_its_graph_whatever_ran_before(
+    folder: Callable[[str], Path],
+) -> None:
+    """Captured at the start from padding alone, the largest first, as an engine does."""
+    runner, twin = (runner_of(folder("llama")) for _ in range(2))
+    for made in (runner, twin):
+        made.prepare_prefill(BURST, CONTEXT)
+        made.resize_kv(16 * EACH)
+    twin._prefill_graphs._graphs._capture = Unrecorded()  # type: ignore[union-attr]
+    runner.warm_prefill()
+    captured = runner.prefill_graph_counts.graphs
+    wanted = run_all(twin, 1, BURSTS)
+    for _ in range(2):
+        for name, (logits,) in run_all(runner, 1, BURSTS).items():
+            assert torch.equal(logits, wanted[name][0]), name
+    assert captured == runner.prefill_graph_counts.graphs == len(runner._prefill_graphs.buckets)  # type: ignore[union-attr]
 
 
 def test_padding_writes_no_kv(folder: Callable[[str], Path]) -> None:
