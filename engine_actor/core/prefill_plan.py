@@ -83,12 +83,16 @@ def is_early(
     rows = sum(chunk.end - chunk.start for chunk in plan.prefill if chunk.layers is None)
     if slice_tokens is None or burst_tokens is None or rows <= slice_tokens:
         return False
-    left = [
-        tokens
-        for seq in chain(waiting, running)
-        if seq.state is not SeqState.DECODE and (tokens := len(seq.tokens) - seq.n_scheduled)
-    ]
-    return len(left) < limits.max_partial_prefills and sum(left) < burst_tokens
+    # It is asked at every look at a long step, so it counts no further than it must.
+    n_left = tokens_left = 0
+    for seq in chain(waiting, running):
+        if seq.state is SeqState.DECODE:
+            continue
+        tokens = len(seq.tokens) - seq.n_scheduled
+        n_left, tokens_left = n_left + (tokens > 0), tokens_left + tokens
+        if n_left >= limits.max_partial_prefills or tokens_left >= burst_tokens:
+            return False
+    return True
 
 
 def _add_range(
