@@ -101,7 +101,7 @@ class Engine:
             request=self._live.get,
             cover=self.elastic.cover,
             hook=self.faults.hit if self.faults else no_fault,
-            feed=make_feed(self.runner.device, depth, self.config.max_num_seqs),
+            feed=make_feed(self.runner.device, depth, self.config),
         )
         isolation = Isolation.on(self.runner.device, self.pair)
         return StepRunner(context, isolation, self.scheduler.victim, lambda: self.kv.n_free)

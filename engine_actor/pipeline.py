@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from configs.schema import EngineConfig
 from engine_actor.core.plan import StepPlan
 from engine_actor.core.prefill_plan import is_early
 from engine_actor.core.scheduler import Scheduler
@@ -27,13 +28,13 @@ from engine_actor.work.step import OpenStep, StepReport, StepRunner
 from engine_actor.work.token_buffer import TokenBuffer
 
 
-def make_feed(device: torch.device, depth: int, max_num_seqs: int) -> Feed:
+def make_feed(device: torch.device, depth: int, config: EngineConfig) -> Feed:
     """How inputs reach `device`; with a token buffer where steps are planned ahead. Sequences that
     leave keep their slots for up to two steps, so there may be more slots than sequences."""
-    tokens = TokenBuffer(device, 2 * max_num_seqs) if depth else None
+    tokens = TokenBuffer(device, 2 * config.max_num_seqs) if depth else None
     if device.type == "cpu":
         return Feed(tokens=tokens)
-    return Feed(PinnedStaging(device, SerialPair(device).fence), tokens)
+    return Feed(PinnedStaging(device, SerialPair(device).fence, config.chunk_tokens), tokens)
 
 
 LOOK_S, LOOKS = 0.00003, 3

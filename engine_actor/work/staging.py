@@ -19,6 +19,8 @@ Numbers = tuple[torch.Tensor, torch.Tensor]
 RING = 6
 """Copies on their way at once: two works for each of two open steps, and room for retries."""
 _LEAST_BYTES = 1 << 16
+ROW_BYTES = 32
+"""Of a prompt's row: id, position and slot, and its part of a block table."""
 
 
 class Copied(Protocol):
@@ -48,17 +50,20 @@ def host_numbers(wide: array[int], narrow: bytearray) -> Numbers:
 class PinnedStaging:
     """A ring of page-locked buffers. One is written again only after its last copy is done.
 
-    `record` marks a point in the current stream. `pin`: False in tests without a device.
+    `record` marks a point in the current stream. rows: of the largest chunk, for which there is
+    room from the start: a buffer that grows keeps everybody waiting for a millisecond or two.
+    `pin`: False in tests without a device.
     """
 
     def __init__(
-        self, device: torch.device, record: Callable[[], Copied], pin: bool = True
+        self, device: torch.device, record: Callable[[], Copied], rows: int = 0, pin: bool = True
     ) -> None:
         self._device = device
         self._record = record
         self._fetch = ops.Fetch(device) if pin and device.type == "cuda" else None
         self._memory = ops.page_locked(device if pin else torch.device("cpu"))
-        self._buffers = [self._memory.lease(_LEAST_BYTES) for _ in range(RING)]
+        least = max(_LEAST_BYTES, ROW_BYTES * rows)
+        self._buffers = [self._memory.lease(least) for _ in range(RING)]
         self._copied: list[Copied | None] = [None] * RING
         self._next = 0
 

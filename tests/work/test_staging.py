@@ -66,6 +66,16 @@ def test_what_was_staged_before_stays_as_it_was() -> None:
     assert [narrow.tolist() for _, narrow in staged] == [[n] for n in range(3 * RING)]
 
 
+def test_a_whole_chunk_finds_room_in_every_buffer() -> None:
+    """Page-locking more memory takes milliseconds, in which nobody gets a token."""
+    rows, block_tokens = 8192, 16
+    staging = PinnedStaging(CPU, Marks().record, rows, pin=False)
+    before = [lease.memory.data_ptr() for lease in staging._buffers]
+    for _ in range(RING):
+        staging(array("q", range(3 * rows + 1)), ints(*range(rows // block_tokens)))
+    assert [lease.memory.data_ptr() for lease in staging._buffers] == before
+
+
 def test_on_the_cpu_nothing_is_copied() -> None:
     wide = array("q", [5, 6])
     packed, _ = host_numbers(wide, ints(1))
