@@ -34,7 +34,7 @@ from engine_actor.engine import Engine
 from engine_runs import BenchError, EngineRun, Request, add_model_flags, engine_of, switches_of
 from results import make_record, write_record
 from serve_rate_rows import TWIN, Found, measured, rows_of, table, verdict
-from sse_client import StreamRecord, stream_completion
+from sse_client import StreamRecord, request_bytes, stream_request
 
 LEAD_S = 0.05
 """From the order to the clients' processes to the moment in which all of them send: every path
@@ -76,12 +76,13 @@ def read_streams(url: str, timed: Sequence[tuple[float, dict[str, Any]]]) -> lis
     """One client process: each body is sent at its time of the machine's monotonic clock, and read
     to its end."""
 
-    async def one(start: float, body: dict[str, Any]) -> StreamRecord:
+    async def one(start: float, request: bytes) -> StreamRecord:
         await asyncio.sleep(max(0.0, start - time.perf_counter()))
-        return await stream_completion(url, body, time.perf_counter)
+        return await stream_request(url, request, time.perf_counter)
 
     async def all_of_them() -> list[StreamRecord]:
-        return await asyncio.gather(*(one(*each) for each in timed))
+        requests = [(start, request_bytes(url, body)) for start, body in timed]
+        return await asyncio.gather(*(one(*each) for each in requests))
 
     return asyncio.run(all_of_them())
 

@@ -91,7 +91,12 @@ async def stream_completion(
     url: str, body: Mapping[str, Any], clock: Clock, api_key: str | None = None
 ) -> StreamRecord:
     """POST `body` to `url` and read the stream to its end. Failures are told in the record."""
-    request = _request_bytes(url, body, api_key)
+    return await stream_request(url, request_bytes(url, body, api_key), clock)
+
+
+async def stream_request(url: str, request: bytes, clock: Clock) -> StreamRecord:
+    """The same for what request_bytes() made: where many are sent at once, the last ones must not
+    wait for the client to write down those before them."""
     record = StreamRecord(sent=clock())
     try:
         reader, writer = await _connect(url)
@@ -119,7 +124,8 @@ async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
     return await asyncio.open_connection(parts.hostname, port, ssl=context)
 
 
-def _request_bytes(url: str, body: Mapping[str, Any], api_key: str | None) -> bytes:
+def request_bytes(url: str, body: Mapping[str, Any], api_key: str | None = None) -> bytes:
+    """A whole request that POSTs `body` to `url`."""
     parts = urlsplit(url)
     payload = json.dumps(body).encode()
     lines = [
