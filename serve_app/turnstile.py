@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-A_TURN = 4
+A_TURN = 5
+"""A step that takes the first alone, and the four that make a step behind it."""
 
 
 class Turnstile:
