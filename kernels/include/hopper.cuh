@@ -45,6 +45,14 @@ __device__ __forceinline__ void load_box(unsigned to, const TensorMap* map, int 
         : "memory");
 }
 
+// `bytes` in a row, a multiple of 16 as both addresses are. `barrier` counts them.
+__device__ __forceinline__ void copy_bulk(unsigned to, const void* from, int bytes,
+                                          unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // ---- wgmma: four warps, 64 rows of A, 16 columns of K ----
 
 // K-major rows of 128 bytes in 128-byte swizzle, as the accelerator writes them: eights of rows lie

@@ -207,6 +207,22 @@ struct Epilogue {
     STRIP_INLINE float biased(int n, float sum) const {
         return bias == nullptr ? sum : sum + __half2float(bias[n]);
     }
+    // Whether four neighbouring columns, the first a multiple of four, lie together.
+    STRIP_INLINE bool takes_fours() const {
+        const size_t both = reinterpret_cast<size_t>(y) | reinterpret_cast<size_t>(residual);
+        return columns % 4 == 0 && both % 8 == 0;
+    }
+    STRIP_INLINE void store_four(int m, int column, const float (&values)[4]) const {
+        const size_t at = static_cast<size_t>(m) * columns + column;
+        float2 low = {values[0], values[1]}, high = {values[2], values[3]};
+        if (residual != nullptr) {
+            const uint2 more = *reinterpret_cast<const uint2*>(residual + at);
+            const float2 a = __half22float2(as_half2(more.x)), b = __half22float2(as_half2(more.y));
+            low.x += a.x, low.y += a.y, high.x += b.x, high.y += b.y;
+        }
+        *reinterpret_cast<uint2*>(y + at) =
+            make_uint2(as_word(__float22half2_rn(low)), as_word(__float22half2_rn(high)));
+    }
     STRIP_INLINE void store(int m, int column, float value) const {
         const size_t at = static_cast<size_t>(m) * columns + column;
         y[at] = __float2half_rn(residual == nullptr ? value : value + __half2float(residual[at]));

@@ -22,6 +22,7 @@ from kernels.linear.strip_dense import StripCublas
 from kernels.linear.strip_few import FewRows
 from kernels.linear.strip_gemm import GemmAmpere
 from kernels.linear.strip_gemm_hopper import GemmHopper
+from kernels.linear.strip_stream_rows import StreamRows
 from kernels.linear.w8_gemv import W8Gemv
 from kernels.linear.w8_rows import W8Rows
 from kernels.linear.weights import LinearFn, Weights, linear_key, write_into
@@ -59,6 +60,7 @@ BACKENDS: tuple[CudaBackend, ...] = (
     W8Gemv(),
     W8Rows(),
     FewRows(),
+    StreamRows(),
     GemmHopper(),
     GemmAmpere(),
     StripCublas(),

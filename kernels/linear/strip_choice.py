@@ -22,8 +22,8 @@ MOST_SHORT = 16
 
 STREAM_ROWS = 16
 """Up to so many rows a grid that stays may be faster for many strips. 0 switches it off."""
-STREAM_16 = {4: 16.0, 3: MIDDLE}
-"""Beyond 8 rows it takes more strips than so many for each multiprocessor, by bits."""
+STREAM_16 = {(2048, 4): MIDDLE, (2048, 3): MIDDLE, (3584, 4): 16.0, (3584, 3): MIDDLE}
+"""Beyond 8 rows it takes more strips than so many for each multiprocessor, by columns and bits."""
 ONE_WAVE = (16, 20)
 """Strips for each multiprocessor that WAVE_PAIRS has all in flight at once."""
 
@@ -101,11 +101,13 @@ def choose_stream(
     if m > STREAM_ROWS or sm != strip_stream.SM:
         return None
     rows = 8 if m <= 8 else 16
-    if weights.strips / multiprocessors <= (MIDDLE if rows == 8 else STREAM_16[weights.bits]):
-        return None
     columns = weights.padded_columns
-    refused = strip_stream.refuse_stream(weights.group, columns, rows)
-    return None if refused else strip_stream.stream_tile(columns, rows)
+    if strip_stream.refuse_stream(weights.group, columns, rows) is not None:
+        return None
+    least = MIDDLE if rows == 8 else STREAM_16[columns, weights.bits]
+    if weights.strips / multiprocessors <= least:
+        return None
+    return strip_stream.stream_tile(columns, rows)
 
 
 def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:

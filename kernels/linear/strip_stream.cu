@@ -5,15 +5,17 @@
 // once, and then takes its part of strip after strip: the loop is unpacking and products, little
 // else. One lane asks for whole strips by bulk copies, WINDOW of them at a time, because all that
 // are on their way come at about the same time; DEPTH find room. The WARPS parts of a strip are
-// added in the order of the warps, by a warp that does nothing else.
+// added in the order of the warps, by warps that do nothing else: from 16 rows on, one alone would be
+// what all others wait for.
 //
 // Reads once: weights, scales, offsets; x once a block. Loses where few strips are for each block:
 // nothing is added up before the first strip has come and x is summed (strip_gemv.cu).
 //
-// Defines: BITS 3 or 4. ROWS of x there is room for, 8 or 16. COLUMNS 128 or 256, WARPS: together
-// they are the padded columns. SETS of WARPS warps in a block, each with strips of its own. DEPTH,
-// WINDOW. GROUP 64 or 128 columns a scale. OFFSETS, GATED, NORMED: as in strip_gemv.cu. WATCHED: see
-// TELLERS.
+// Defines: BITS 3 or 4. ROWS of x there is room for, 8 to 32. COLUMNS 128 or 256, WARPS: together
+// they are the padded columns. SETS of WARPS warps in a block, each with strips of its own. ADDED
+// eights of rows that a warp adds up. DEPTH, WINDOW. KEEPING registers of a thread that multiplies
+// and OTHERS of the rest; 0: all have the same. GROUP 64 or 128 columns a scale. OFFSETS, GATED,
+// NORMED: as in strip_gemv.cu. WATCHED: see TELLERS.
 #include "async_copy.cuh"
 #include "carried_norm.cuh"
 #include "hopper.cuh"
@@ -24,8 +26,10 @@ namespace {
 
 using Packed = strip::Layout<BITS>;
 constexpr int TILES = ROWS / 8;
-constexpr int ADDERS = SETS, ASKER = SETS * WARPS + ADDERS;  // warps after those that multiply
-constexpr int THREADS = 32 * (ASKER + 1);
+// Warps after those that multiply; registers are given to four warps at a time.
+constexpr int KEEPERS = SETS * WARPS, ADDERS_OF_SET = TILES / ADDED, ADDERS = SETS * ADDERS_OF_SET;
+constexpr int ASKER = KEEPERS + ADDERS;
+constexpr int THREADS = KEEPING ? (ASKER + 4) / 4 * 128 : 32 * (ASKER + 1);
 constexpr int BLOCKS = COLUMNS / strip::BLOCK;
 constexpr int GROUPS = COLUMNS / GROUP, GROUP_BLOCKS = GROUP / strip::BLOCK;
 constexpr int VECTOR_BYTES = 16 * strip::LANES;
@@ -35,6 +39,9 @@ constexpr int SLOT_BYTES = WORD_BYTES + SCALE_BYTES * (1 + OFFSETS);
 constexpr int PITCH = 20;  // sums of a row of x: 2 t rows further is another bank
 constexpr int PART = ROWS * PITCH;
 constexpr int TURNS = DEPTH / SETS;  // slots of a set; room for the parts of as many strips
+constexpr int SET_PARTS = TURNS * WARPS * PART;
+static_assert(TILES % ADDED == 0, "a warp adds up as much as another");
+static_assert(KEEPING == 0 || KEEPERS % 4 == 0, "four warps have the same part");
 static_assert(COLUMNS % GROUP == 0, "a warp's columns are whole groups");
 static_assert(DEPTH == TURNS * SETS && TURNS >= 2, "a strip is added up while the next one is left");
 static_assert(WINDOW <= DEPTH, "a slot for all that is on its way");
@@ -44,7 +51,17 @@ constexpr int TELLERS = WATCHED ? strip::LANES : 1;
 
 // Barriers, TURNS of each set and kind, by their distance: a strip has come, all warps have read it,
 // all have left their sums, those are added up.
-constexpr int KIND = 8 * DEPTH, READ = KIND, LEFT = 2 * KIND, ADDED = 3 * KIND;
+constexpr int KIND = 8 * DEPTH, READ = KIND, LEFT = 2 * KIND, ADDED_UP = 3 * KIND;
+
+// Which slot of a set's is next, and in which of its phases.
+struct Turn {
+    int at = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++at == TURNS) at = 0, parity ^= 1;
+    }
+};
 
 // A strip's part as a lane reads it from its slot.
 struct Part {
@@ -201,16 +218,133 @@ __device__ __forceinline__ void leave(const Sums& sums, unsigned to, int there) 
                              "f"(sums[b][c]) : "memory");
 }
 
-__device__ __forceinline__ void copy_bulk(unsigned to, const void* from, int bytes,
-                                          unsigned barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+// ---- what the warps that do not multiply do ----
+
+// What all warps of a block know.
+struct Block {
+    unsigned slots, come;  // where strips lie, and the first of the barriers
+    int begin, end;        // its strips
+    int first_row, rows;   // of x
+};
+
+template <bool MULTIPLIES>
+__device__ __forceinline__ void take_registers() {
+#if KEEPING
+    if (MULTIPLIES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(KEEPING));
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHERS));
+#endif
+}
+
+// All warps of a block, before anybody waits for anything.
+__device__ __forceinline__ void begin_together() {
+    __syncthreads();
+    if (NORMED) __syncthreads();  // the rows' norms are known
+}
+
+// Asks for strips. By all lanes together it takes longer by far.
+__device__ __forceinline__ void ask_for_all(const Block& block, const char* words,
+                                            const char* scales, const char* offsets) {
+    const auto place_of = [](int i) { return i % SETS * TURNS + i / SETS % TURNS; };
+    const auto ask = [&](int i) {
+        const unsigned slot = block.slots + place_of(i) * SLOT_BYTES;
+        const unsigned barrier = block.come + 8 * place_of(i);
+        const size_t at = block.begin + i;
+        barrier_arrive_expecting(barrier, SLOT_BYTES);
+        copy_bulk(slot, words + at * WORD_BYTES, WORD_BYTES, barrier);
+        copy_bulk(slot + WORD_BYTES, scales + at * SCALE_BYTES, SCALE_BYTES, barrier);
+        if (OFFSETS)
+            copy_bulk(slot + WORD_BYTES + SCALE_BYTES, offsets + at * SCALE_BYTES, SCALE_BYTES,
+                      barrier);
+    };
+    const int count = block.end - block.begin;
+    const bool is_one = threadIdx.x % strip::LANES == 0;
+    if (is_one) {
+        for (int i = 0; i < 4 * DEPTH; ++i) {
+            const int tellers = (i < 3 * DEPTH ? WARPS : ADDERS_OF_SET) * TELLERS;
+            barrier_init(block.come + 8 * i, i < DEPTH ? 1 : tellers);
+        }
+        barrier_init_done();
+        for (int i = 0; i < min(WINDOW, count); ++i) ask(i);
+    }
+    __syncwarp();
+    begin_together();
+    if (!is_one) return;
+    for (int i = WINDOW; i < count; ++i) {
+        const int after = i - WINDOW;
+        barrier_wait(block.come + 8 * place_of(after), after / DEPTH & 1);
+        if (i >= DEPTH) barrier_wait(block.come + READ + 8 * place_of(i), (i / DEPTH - 1) & 1);
+        ask(i);
+    }
+}
+
+// Four sums of row m, of rows n .. n + 3 of a strip, to y. All lanes of a warp come.
+__device__ __forceinline__ void store_four(const strip::Epilogue& to, bool in_fours, float4 sums,
+                                           bool is_row, int m, int strip, int n, int out_features) {
+    float values[4] = {sums.x, sums.y, sums.z, sums.w};
+    const int row = strip * strip::HEIGHT + n;
+    if (to.bias != nullptr)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (row + i < out_features) values[i] = to.biased(row + i, values[i]);
+    if (GATED)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            values[i] = strip::silu(values[i]) * __shfl_xor_sync(~0u, values[i], 2);
+    if (!is_row || row >= out_features || (GATED && n >= 8)) return;
+    const int column = GATED ? strip * 8 + n : row;
+    if (in_fours) {
+        to.store_four(m, column, values);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (row + i < out_features) to.store(m, column + i, values[i]);
+}
+
+// Adds up the parts of ADDED eights of rows of a set's strips.
+__device__ __forceinline__ void add_up(const Block& block, const float* parts, int adder,
+                                       const strip::Epilogue& to, int out_features,
+                                       const float* scales_of_rows) {
+    const int lane = threadIdx.x % strip::LANES, set = adder / ADDERS_OF_SET;
+    const int n = lane % 4 * 4;  // the first of four neighbouring rows of a strip
+    const int first = adder % ADDERS_OF_SET * (8 * ADDED) + lane / 4;
+    const float* const own = parts + set * SET_PARTS + first * PITCH + n;
+    const float unit = n < 8 ? strip::LOWER_UNIT : strip::UPPER_UNIT<BITS>;
+    const unsigned barrier = block.come + 8 * set * TURNS;
+    const bool in_fours = to.takes_fours();
+    Turn turn;
+    for (int strip = block.begin + set; strip < block.end; strip += SETS) {
+        barrier_wait(barrier + LEFT + 8 * turn.at, turn.parity);
+        float4 sums[ADDED] = {};
+#pragma unroll
+        for (int b = 0; b < ADDED; ++b) {
+            if (8 * b + first >= block.rows) continue;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                const float4 part = *reinterpret_cast<const float4*>(
+                    own + (turn.at * WARPS + w) * PART + 8 * b * PITCH);
+                sums[b].x += part.x, sums[b].y += part.y;
+                sums[b].z += part.z, sums[b].w += part.w;
+            }
+        }
+        __syncwarp();
+        if (lane < TELLERS) barrier_arrive(barrier + ADDED_UP + 8 * turn.at);
+        turn.advance();
+#pragma unroll
+        for (int b = 0; b < ADDED; ++b) {
+            const int m = 8 * b + first;
+            const float scale = unit * (NORMED ? scales_of_rows[min(m, block.rows - 1)] : 1.0f);
+            const float4 all = {sums[b].x * scale, sums[b].y * scale, sums[b].z * scale,
+                                sums[b].w * scale};
+            store_four(to, in_fours, all, m < block.rows, block.first_row + m, strip, n,
+                       out_features);
+        }
+    }
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 strip_stream(const __half* x, const char* __restrict__ words, const char* __restrict__ scales,
              const char* __restrict__ offsets, const __half* __restrict__ bias,
              const __half* residual, __half* y, int rows, int out_features, int in_features,
@@ -221,113 +355,35 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
     __shared__ unsigned long long barriers[4 * DEPTH];
     __shared__ float scales_of_rows[NORMED ? ROWS : 1];
     const int lane = threadIdx.x % strip::LANES, of_all = threadIdx.x / strip::LANES;
-    const int first_row = blockIdx.y * ROWS;
-    rows = min(rows - first_row, ROWS);
     const auto share = [&](unsigned block) { return static_cast<int>(strips * block / gridDim.x); };
-    const int begin = share(blockIdx.x), end = share(blockIdx.x + 1);
-    unsigned slots = shared_address(room), come = shared_address(barriers);
-    asm volatile("" : "+r"(slots), "+r"(come));  // or both are made anew at every use
+    const int first_row = blockIdx.y * ROWS;
+    Block block = {shared_address(room), shared_address(barriers), share(blockIdx.x),
+                   share(blockIdx.x + 1), first_row, min(rows - first_row, ROWS)};
+    asm volatile("" : "+r"(block.slots), "+r"(block.come));  // or both are made anew at every use
 
-    if (of_all == ASKER) {
-        const auto place_of = [](int i) { return i % SETS * TURNS + i / SETS % TURNS; };
-        const auto ask = [&](int i) {
-            const unsigned slot = slots + place_of(i) * SLOT_BYTES, barrier = come + 8 * place_of(i);
-            const size_t at = begin + i;
-            barrier_arrive_expecting(barrier, SLOT_BYTES);
-            copy_bulk(slot, words + at * WORD_BYTES, WORD_BYTES, barrier);
-            copy_bulk(slot + WORD_BYTES, scales + at * SCALE_BYTES, SCALE_BYTES, barrier);
-            if (OFFSETS)
-                copy_bulk(slot + WORD_BYTES + SCALE_BYTES, offsets + at * SCALE_BYTES, SCALE_BYTES,
-                          barrier);
-        };
-        const int count = end - begin;
-        if (lane == 0) {  // by all lanes together it takes longer by far
-            for (int i = 0; i < 4 * DEPTH; ++i) {
-                const bool by_one = i < DEPTH, by_adder = i >= 3 * DEPTH;
-                barrier_init(come + 8 * i, by_one ? 1 : by_adder ? TELLERS : WARPS * TELLERS);
-            }
-            barrier_init_done();
-            for (int i = 0; i < min(WINDOW, count); ++i) ask(i);
-        }
-        __syncwarp();
-        __syncthreads();
-        if (NORMED) __syncthreads();
-        if (lane == 0)
-            for (int i = WINDOW; i < count; ++i) {
-                const int after = i - WINDOW;
-                barrier_wait(come + 8 * place_of(after), after / DEPTH & 1);
-                if (i >= DEPTH) barrier_wait(come + READ + 8 * place_of(i), (i / DEPTH - 1) & 1);
-                ask(i);
-            }
-        return;
+    if (of_all >= KEEPERS) {
+        take_registers<false>();
+        if (of_all == ASKER) return ask_for_all(block, words, scales, offsets);
+        if (of_all > ASKER) return begin_together();
+        const strip::Epilogue epilogue{bias, residual, y,
+                                       GATED ? out_features / 2 : out_features};
+        begin_together();
+        wait_for_previous();
+        return add_up(block, reinterpret_cast<const float*>(room + DEPTH * SLOT_BYTES),
+                      of_all - KEEPERS, epilogue, out_features, scales_of_rows);
     }
 
-    const bool adds = of_all >= SETS * WARPS;
-    const int set = adds ? of_all - SETS * WARPS : of_all / WARPS, warp = of_all % WARPS;
-    constexpr int SET_PARTS = TURNS * WARPS * PART;
-    const int parts_at = DEPTH * SLOT_BYTES + 4 * set * SET_PARTS;
-    const unsigned barrier = come + 8 * set * TURNS;
-    int turn = 0;
-    unsigned parity = 0;
-    const auto next_turn = [&] {
-        if (++turn == TURNS) turn = 0, parity ^= 1;
-    };
+    take_registers<true>();
+    const int set = of_all / WARPS, warp = of_all % WARPS;
     __syncthreads();
     // Weights never come from the kernel before; x, residual and the room for y may.
     wait_for_previous();
-
-    if (adds) {
-        if (NORMED) __syncthreads();
-        const strip::Epilogue epilogue{bias, residual, y, GATED ? out_features / 2 : out_features};
-        const int n = lane % 4 * 4;  // the first of four neighbouring rows of a strip
-        const float* const own = reinterpret_cast<const float*>(room + parts_at) +
-                                 lane / 4 * PITCH + n;
-        for (int strip = begin + set; strip < end; strip += SETS) {
-            barrier_wait(barrier + LEFT + 8 * turn, parity);
-            float4 sums[TILES] = {};
-#pragma unroll
-            for (int b = 0; b < TILES; ++b) {
-                if (8 * b + lane / 4 >= rows) continue;
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) {
-                    const float4 part = *reinterpret_cast<const float4*>(
-                        own + (turn * WARPS + w) * PART + 8 * b * PITCH);
-                    sums[b].x += part.x, sums[b].y += part.y;
-                    sums[b].z += part.z, sums[b].w += part.w;
-                }
-            }
-            __syncwarp();
-            if (lane < TELLERS) barrier_arrive(barrier + ADDED + 8 * turn);
-            next_turn();
-#pragma unroll
-            for (int b = 0; b < TILES; ++b) {
-                const int m = 8 * b + lane / 4;
-                const float scale = (NORMED ? scales_of_rows[min(m, rows - 1)] : 1.0f) *
-                                    (n < 8 ? strip::LOWER_UNIT : strip::UPPER_UNIT<BITS>);
-                const float of_rows[4] = {sums[b].x, sums[b].y, sums[b].z, sums[b].w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int row = strip * strip::HEIGHT + n + i;
-                    const bool is_there = m < rows && row < out_features;
-                    float value = is_there ? epilogue.biased(row, of_rows[i] * scale) : 0.0f;
-                    if (GATED) {
-                        const float up = __shfl_xor_sync(~0u, value, 2);
-                        value = strip::silu(value) * up;
-                    }
-                    if (is_there && !(GATED && n >= 8))
-                        epilogue.store(first_row + m, GATED ? strip * 8 + n + i : row, value);
-                }
-            }
-        }
-        return;
-    }
-
     Kept kept;
     keep_x(kept, x + static_cast<size_t>(first_row) * in_features + warp * COLUMNS, in_features,
-           in_features - warp * COLUMNS, rows, lane);
+           in_features - warp * COLUMNS, block.rows, lane);
     if (NORMED) {
         const Normed normed = {in_squares, in_lift, next_lift, normed_width, eps};
-        for (int m = of_all; m < rows; m += WARPS * SETS) {
+        for (int m = of_all; m < block.rows; m += KEEPERS) {
             const float4 squares = normed.squares_of(first_row + m, 4 * lane);
             const float scale = normed.scale(first_row + m, squares, lane, blockIdx.x == 0);
             if (lane == 0) scales_of_rows[m] = scale;
@@ -336,27 +392,31 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
     }
 
     // Where the lane finds its words and scales in the set's first slot, and leaves its sums.
-    const unsigned slot = slots + set * (TURNS * SLOT_BYTES);
+    const unsigned slot = block.slots + set * (TURNS * SLOT_BYTES);
     unsigned words_at = slot + 16 * lane;
     if (BITS == 4) words_at += warp * BLOCKS * VECTOR_BYTES;
     else words_at += warp * COLUMNS / 256 * (3 * VECTOR_BYTES) + (COLUMNS == 128 ? warp % 2 * 8 : 0);
     unsigned scales_at = slot + WORD_BYTES + 2 * (strip::HEIGHT * GROUPS * warp + lane / 4);
-    unsigned own = slots + parts_at + 4 * (warp * PART + lane % 4 * 2 * PITCH + lane / 4);
-    int there = rows - lane % 4 * 2;
+    unsigned own = block.slots + DEPTH * SLOT_BYTES +
+                   4 * (set * SET_PARTS + warp * PART + lane % 4 * 2 * PITCH + lane / 4);
+    int there = block.rows - lane % 4 * 2;
     unsigned tells = lane < TELLERS;
     asm volatile("" : "+r"(words_at), "+r"(scales_at), "+r"(own), "+r"(there), "+r"(tells));
-    for (int strip = begin + set; strip < end; strip += SETS) {
-        const unsigned its = barrier + 8 * turn;
-        barrier_wait(its, parity);
-        const Part part = read_part(words_at + turn * SLOT_BYTES, scales_at + turn * SLOT_BYTES);
+    const unsigned barrier = block.come + 8 * set * TURNS;
+    Turn turn;
+    for (int strip = block.begin + set; strip < block.end; strip += SETS) {
+        const unsigned its = barrier + 8 * turn.at;
+        barrier_wait(its, turn.parity);
+        const Part part =
+            read_part(words_at + turn.at * SLOT_BYTES, scales_at + turn.at * SLOT_BYTES);
         __syncwarp();
         if (tells) barrier_arrive(its + READ);
         Sums sums = {};
         multiply_part(sums, part, kept);
-        barrier_wait(its + ADDED, parity ^ 1);
-        leave(sums, own + turn * (4 * WARPS * PART), there);
+        barrier_wait(its + ADDED_UP, turn.parity ^ 1);
+        leave(sums, own + turn.at * (4 * WARPS * PART), there);
         __syncwarp();
         if (tells) barrier_arrive(its + LEFT);
-        next_turn();
+        turn.advance();
     }
 }

@@ -21,20 +21,16 @@ GROUP = 128
 """Of a scale. Sums of smaller groups of x do not fit the registers beside it."""
 COLUMNS = 256
 """Of K, a warp's; half of it is in the tests."""
-SHAPES = {(8, 8): (2, 3, 3), (8, 14): (1, 4, 2), (8, 16): (1, 3, 2), (16, 14): (1, 3, 2)}
-"""Rows of x there is room for and warps along K: sets of warps, turns, window, as timed at K =
-2048, 3584 and 4096. At 1536, and with 16 rows at 2048, short blocks are faster; 16 rows of 4096
-columns do not fit the registers.
-"""
 _SUMS_PITCH = 20
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTile:
-    """A block's shape. rows: of x there is room for, 8 or 16. warps: that share K, `columns` each,
+    """A block's shape. rows: of x there is room for, 8 to 32. warps: that share K, `columns` each,
     128 or 256; sets: of so many warps, with strips of their own. turns: strips of a set in shared
-    memory; `window` of a block's at most are on their way. watched: for tools that watch every
-    access to shared memory.
+    memory; `window` of a block's at most are on their way. added: eights of rows that one warp
+    adds up. registers: of a thread that multiplies and of another one, where they are not the
+    same. watched: for tools that watch every access to shared memory.
     """
 
     rows: int
@@ -43,6 +39,8 @@ class StreamTile:
     turns: int
     window: int
     sets: int = 1
+    added: int = 1
+    registers: tuple[int, int] | None = None
     watched: bool = False
 
     @property
@@ -52,8 +50,11 @@ class StreamTile:
 
     @property
     def threads(self) -> int:
-        """Of a block; a warp of each set adds up and one asks for weights."""
-        return 32 * (self.warps * self.sets + self.sets + 1)
+        """Of a block; some warps of each set add up and one asks for weights."""
+        adders = self.rows // 8 // self.added
+        warps = self.sets * (self.warps + adders) + 1
+        # Registers are handed out to four warps at a time.
+        return 32 * (warps if self.registers is None else -(-warps // 4) * 4)
 
     def shared_bytes(self, bits: int, group: int, offsets: bool) -> int:
         """Dynamic shared memory: strips, and sums of the warps."""
@@ -76,6 +77,9 @@ class StreamTile:
             "WARPS": self.warps,
             "COLUMNS": self.columns,
             "SETS": self.sets,
+            "ADDED": self.added,
+            "KEEPING": self.registers[0] if self.registers else 0,
+            "OTHERS": self.registers[1] if self.registers else 0,
             "DEPTH": self.depth,
             "WINDOW": self.window,
             "WATCHED": int(self.watched),
@@ -95,12 +99,31 @@ class StreamTile:
             threads=self.threads,
             shared_bytes=shared,
             first_sm=SM,
+            # Of 32 rows, sums of x find no room while they are made; none of it is in the loop.
+            spill_bytes=320 if self.rows == 32 else 16 if self.rows == 24 else 0,
         )
 
 
+SHAPES = {
+    (tile.rows, tile.warps): tile
+    for tile in (
+        StreamTile(8, 8, COLUMNS, turns=3, window=3, sets=2),
+        StreamTile(8, 14, COLUMNS, turns=4, window=2),
+        StreamTile(8, 16, COLUMNS, turns=3, window=2),
+        StreamTile(16, 8, COLUMNS, turns=4, window=2),
+        StreamTile(16, 14, COLUMNS, turns=3, window=2, added=2),
+        StreamTile(24, 8, COLUMNS, turns=4, window=2, registers=(208, 64)),
+        StreamTile(32, 8, COLUMNS, turns=4, window=2, added=2, registers=(232, 40)),
+    )
+}
+"""By rows of x there is room for and warps along K, as timed at K = 2048, 3584 and 4096. At 1536
+short blocks are faster; more rows of 3584 and 4096 columns do not fit the registers.
+"""
+
+
 def refuse_stream(group: int, columns: int, rows: int = 8) -> str | None:
-    """Why there is no block with room for so many rows of x, 8 or 16, for weights of so many padded
-    columns, a scale for every `group` of them; else None.
+    """Why there is no block with room for so many rows of x, a multiple of 8, for weights of so
+    many padded columns, a scale for every `group` of them; else None.
     """
     if group != GROUP:
         return f"group {group} is not {GROUP}"
@@ -113,9 +136,7 @@ def refuse_stream(group: int, columns: int, rows: int = 8) -> str | None:
 
 def stream_tile(columns: int, rows: int = 8) -> StreamTile:
     """For so many padded columns and rows of x, which refuse_stream() lets pass."""
-    warps = columns // COLUMNS
-    sets, turns, window = SHAPES[rows, warps]
-    return StreamTile(rows, warps, COLUMNS, turns, window, sets)
+    return SHAPES[rows, columns // COLUMNS]
 
 
 @cache

@@ -180,6 +180,23 @@ def test_rows_are_cut_without_gaps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "rows", "expect"),
+    [
+        ((22016, 2048), 16, "cuda.strip_few"),
+        ((22016, 2048), 17, "cuda.strip_stream"),
+        ((22016, 2048), 24, "cuda.strip_stream"),
+        ((22016, 2048), 25, "cuda.gemm_hopper"),
+        ((151936, 2048), 32, "cuda.strip_stream"),
+        ((37888, 3584), 24, "cuda.gemm_hopper"),
+    ],
+)
+def test_17_to_32_rows_of_wide_layers(shape: tuple[int, int], rows: int, expect: str) -> None:
+    """On sm_90, where x fits the registers."""
+    key = replace(KEY, sm=90, m=rows, n=shape[0], k=shape[1])
+    assert choose_for_rows(BACKENDS, key, "tuned", (shipped_table(90),))[1].backend == expect
+
+
+@pytest.mark.parametrize(
     ("sm", "rows", "expect"),
     [
         (86, 1, "cuda.strip_few"),

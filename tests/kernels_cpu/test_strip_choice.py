@@ -13,6 +13,7 @@ from kernels.linear.strip import StripWeights
 from kernels.linear.strip_choice import choose_stream, choose_tile
 from kernels.linear.strip_few import SHIPPED, FewRows
 from kernels.linear.strip_stream import SHAPES, stream_tile
+from kernels.linear.strip_stream_rows import StreamRows
 from kernels.spec.op import OpKey
 
 KEY = OpKey("linear", "cuda", "float16", n=2048, k=2048, bits=4, group=128)
@@ -69,7 +70,8 @@ class Shape:
         (1, Shape(1376, 2048), 90, True),
         (4, Shape(1792, 4096), 90, True),
         (8, Shape(1376, 2048, bits=3), 90, True),
-        (9, Shape(1376, 2048, bits=3), 90, False),  # short blocks are faster
+        (9, Shape(1376, 2048, bits=3), 90, True),
+        (16, Shape(1376, 2048), 90, True),
         (1, Shape(2368, 3584), 90, True),
         (16, Shape(2368, 3584), 90, True),
         (16, Shape(1184, 3584), 90, False),
@@ -113,6 +115,31 @@ def test_strips_fit_shared_memory(rows: int, warps: int, offsets: bool, bits: in
         assert tile.variant(bits, group, offsets).max_shared_bytes <= 227 * 1024
         assert tile.depth >= tile.window
         assert tile.threads <= 1024
+
+
+@pytest.mark.parametrize(
+    ("m", "change", "reason"),
+    [
+        (17, {}, None),
+        (24, {"bits": 3, "k": 1921}, None),
+        (32, {}, None),
+        (0, {}, None),  # a layer that is asked without a number of rows
+        (16, {}, "16 rows of x, 17 to 32 are worth it"),
+        (33, {}, "33 rows of x, 17 to 32 are worth it"),
+        (24, {"sm": 86}, "made of sm_90's own instructions, this is sm_86"),
+        (24, {"k": 3584}, "3584 columns are not 256 times one of (8,) for 24 rows"),
+        (24, {"group": 64}, "group 64 is not 128"),
+        (24, {"bits": 8}, "holds 3 or 4 bits, not 8"),
+        (24, {"dtype": "bfloat16"}, "multiplies fp16 activations, not bfloat16"),
+    ],
+)
+def test_17_to_32_rows_stream_where_x_fits(
+    m: int, change: dict[str, object], reason: str | None
+) -> None:
+    """The registers of a multiprocessor hold all of x."""
+    key = replace(replace(KEY, m=m, sm=90), **change)  # type: ignore[arg-type]
+    said = StreamRows().refuse(key)
+    assert said == reason or (said is not None and reason is not None and reason in said)
 
 
 def test_more_rows_take_turns() -> None:

@@ -68,7 +68,7 @@ def strip_stream(name: str, columns: int, sets: int) -> None:
     layer = StripFew(given.strips)
     layer.multiprocessors = 2
     warps = given.strips.padded_columns // columns
-    for rows in (8, 16):
+    for rows in (8, 16, 32):
         x = given.x(rows - 1, sets)
         tile = StreamTile(rows, warps, columns, 2, 2, sets, watched=True)
         near(layer(x, tile=tile), given.reference(x))

@@ -5,20 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.linear.reference import linear_reference
 from kernels.linear.strip import interleave_halves, to_strips
 from kernels.linear.strip_few import StripFew
 from kernels.linear.strip_gemv import GemvTile
 from kernels.linear.strip_stream import SM, StreamTile
+from kernels.linear.strip_stream_rows import Stream, StreamRows
+from kernels.linear.weights import linear_key, moved
 from kernels.spec.device import compute_capability
+from tests.kernels_cpu.layers import random_layer
 from tests.kernels_gpu import test_carried_norm
-from tests.kernels_gpu.strips import CUDA, LAYERS, Case, Poisoned, case, gated_case
+from tests.kernels_gpu.strips import (
+    CUDA,
+    LAYERS,
+    Case,
+    Poisoned,
+    activations,
+    case,
+    gated_case,
+)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(compute_capability(CUDA) != SM, reason="compiled for sm_90a"),
 ]
 NAMES = [name for name in LAYERS if "g64" in name or "g128" in name]
-ROWS = (1, 2, 3, 7, 8, 9, 16, 17)
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 24, 33)
 Shape = tuple[int, int, int]
 SHAPES: list[Shape] = [
     (8, 256, 1),
@@ -27,6 +39,8 @@ SHAPES: list[Shape] = [
     (16, 128, 3),
     (8, 128, 3),
     (8, 256, 2),
+    (24, 128, 1),
+    (32, 256, 1),
 ]
 """Rows of x there is room for, columns of a warp, sets of warps."""
 
@@ -124,6 +138,31 @@ def test_small_x_keeps_what_counts(name: str, shape: Shape) -> None:
     got = Poisoned(tile.rows, given.layer.out_features)
     layer_of(given, 3)(x, out=got.y, tile=tile)
     got.check(given.reference(x), "small x")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["symmetric", "zeros"])
+@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize(("n", "k"), [(336, 2048), (6000, 1944)])
+def test_17_to_32_rows_by_the_backend(n: int, k: int, bits: int, kind: str, gated: bool) -> None:
+    """Warps that multiply have more registers than the others."""
+    layer = random_layer(n, k, bits, 128, kind, bias=True, seed=n + bits)
+    backend = StreamRows()
+    assert backend.refuse(linear_key(moved(layer, CUDA), torch.float16, CUDA, exact=False)) is None
+    strips = to_strips(moved(interleave_halves(layer) if gated else layer, CUDA))
+    run = backend.prepare_strips(strips, torch.float16, gated=gated)
+    assert isinstance(run, Stream)
+    for m in (17, 24, 25, 31, 32, 50):
+        x = activations(m, k, m)
+        want = linear_reference(x, moved(layer, CUDA))
+        if gated:
+            gate, up = want.chunk(2, dim=-1)
+            want = torch.nn.functional.silu(gate) * up
+        got = Poisoned(m, want.shape[1])
+        assert torch.equal(run(x, out=got.y), run(x))
+        got.check(want, f"M = {m}")
+        more = torch.randn_like(got.y)
+        assert torch.equal(run(x, residual=more, out=more.clone()), run(x, residual=more))
 
 
 @pytest.mark.parametrize("gated", [False, True])
