@@ -73,14 +73,17 @@ def choose_small_workspaces() -> None:
 def environment_overrides(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The settings named in the environment as a nested dict.
 
-    Only names whose first part is a section of AppArgs count, so DEEPINFER_CACHE_DIR is none.
-    Raises ConfigError where one name sets a part of what another sets to a plain value.
+    Raises ConfigError for a name that is no path into AppArgs, DEEPINFER_CACHE_DIR apart, and where
+    one name sets a part of what another sets to a plain value.
     """
     nested: dict[str, Any] = {}
     for name, text in sorted((os.environ if variables is None else variables).items()):
-        section, *keys = name.removeprefix(PREFIX).lower().split("__")
-        if not name.startswith(PREFIX) or section not in SECTIONS or not keys:
+        if not name.startswith(PREFIX) or name == CACHE_DIR:
             continue
+        section, *keys = name.removeprefix(PREFIX).lower().split("__")
+        if section not in SECTIONS or not keys:
+            example = f"{PREFIX}ENGINE__MAX_NUM_SEQS"
+            raise ConfigError(f"{name}: is no setting; they are named by path, as {example}")
         place = nested
         for key in (section, *keys[:-1]):
             place = place.setdefault(key, {})

@@ -20,7 +20,7 @@ from engine_actor.core.budget import blocks_for_bytes
 from engine_actor.engine import Engine
 from engine_actor.errors import CheckpointError
 from engine_actor.facts import EngineFacts
-from engine_actor.load.checkpoint import Checkpoint, open_checkpoint
+from engine_actor.load.checkpoint import Checkpoint, context_length, open_checkpoint
 from engine_actor.load.progress import Progress, silent
 from engine_actor.load.source import resolve
 from engine_actor.model.card_plan import CardPlan
@@ -38,7 +38,6 @@ from engine_actor.model.memory import (
 from engine_actor.model.runner import ModelRunner, build_runner
 from engine_actor.model.sampler import BrokenLogits, Sampler
 from engine_actor.planning import (
-    context_length,
     plan_here,
     prefill_graph_rows,
     render,

@@ -17,7 +17,6 @@ from engine_actor.load.demo import FOLDER
 from engine_actor.load.source import DEMO, on_disk, require_hub_name
 from engine_actor.model.card_plan import Card, CardPlan
 from engine_actor.model.precision import Precision, choose_precision
-from engine_actor.planning import context_length as context_length
 from engine_actor.planning import plan_for, plan_here
 from engine_actor.planning import render as render
 

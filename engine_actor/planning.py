@@ -12,10 +12,9 @@ from functools import partial
 
 import torch
 
-from configs.schema import CHUNK_TOKENS, AppArgs, EngineConfig, ModelSource
+from configs.schema import CHUNK_TOKENS, AppArgs, EngineConfig
 from engine_actor import ops
-from engine_actor.errors import CheckpointError
-from engine_actor.load.checkpoint import Checkpoint
+from engine_actor.load.checkpoint import Checkpoint, context_length
 from engine_actor.load.footprint import (
     WeightBytes,
     all_in_strips,
@@ -78,14 +77,6 @@ def _with_host(plan: CardPlan, config: EngineConfig, model: ModelConfig) -> Card
     block_bytes = kv_bytes_per_block(model, dtype, config.kv.block_tokens)
     slots = host_slots(config, block_bytes)
     return replace(plan, host=(slots, slots * block_bytes))
-
-
-def context_length(source: ModelSource, checkpoint: Checkpoint) -> int:
-    """Tokens of the context: as asked for, at most the checkpoint's. Raises CheckpointError."""
-    asked, most = source.max_model_len, checkpoint.max_model_len
-    if asked is not None and asked > most:
-        raise CheckpointError(f"model.max_model_len: {asked} is more than the checkpoint's {most}")
-    return asked or most
 
 
 def with_chunk(config: EngineConfig, tokens: int) -> EngineConfig:

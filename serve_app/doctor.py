@@ -145,6 +145,7 @@ def choice_findings(args: AppArgs) -> list[Finding]:
     from configs.load import ConfigError, cache_dir
     from engine_actor import capabilities
     from engine_actor.errors import CheckpointError
+    from engine_actor.load.checkpoint import context_length
     from serve_app.placement import installed_torch_cuda, place
 
     try:
@@ -158,7 +159,7 @@ def choice_findings(args: AppArgs) -> list[Finding]:
         text = f"model {args.model.path} is not on this machine yet; the first start fetches it"
         return [*found, Finding("choice", text, "note")]
     try:
-        context = capabilities.context_length(args.model, checkpoint)
+        context = context_length(args.model, checkpoint)
         found.append(Finding("choice", f"context: {context} tokens at most"))
         lines = capabilities.describe_choices(args.engine, placement.device, checkpoint)
         found += [Finding("choice", line) for line in lines]

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from ray import serve
 
 from configs import load
 from configs.schema import AppArgs
-from engine_actor.messages import Limit, decode_messages, encode_messages
+from engine_actor.messages import Limit
 from serve_app.client import EnginePort
 from serve_app.directory import EngineDirectory, engine_names
 from serve_app.engine_link import EngineLink
 from serve_app.engine_links import EngineLinks
 from serve_app.ingress import build_api
 from serve_app.intake import Facts, Intake
+from serve_app.limits import limit_of
 from serve_app.protocol.errors import ApiError
 from serve_app.python_face import PythonFace
 
@@ -50,21 +51,6 @@ class IngressSettings:
 def max_live_sequences(args: AppArgs) -> int:
     """Most sequences an ingress lets live at once: what its engine can run and queue."""
     return args.engine.max_num_seqs + args.engine.max_queue
-
-
-def limit_of(user_config: dict[str, Any]) -> Limit:
-    """The live limits in Serve's `user_config`. Raises ValueError naming a key that is unknown or
-    has no value for a limit: the engine, which is told in passing, would leave it out unheard.
-    """
-    known = {item.name for item in fields(Limit)}
-    unknown = sorted(set(user_config) - known)
-    if unknown:
-        raise ValueError(
-            f"no such limit: {', '.join(unknown)}; there are {', '.join(sorted(known))}"
-        )
-    limit = Limit(**user_config)
-    decode_messages(encode_messages([limit]))
-    return limit
 
 
 # Not in .options() of ray 2.60: with less than 1.0 two replicas and one GPU block each other on a

@@ -37,8 +37,19 @@ def place(engine: EngineConfig, gpus: float, torch_cuda: str | None) -> Placemen
     torch was built for, None for a CPU build.
 
     auto falls to the CPU where there is no usable GPU. Raises ConfigError where `cuda` is asked for
-    and cannot be had, or there are fewer GPUs than engines.
+    and cannot be had, there are fewer GPUs than engines, or the cache's dtype is none there.
     """
+    placement = _place(engine, gpus, torch_cuda)
+    dtype = engine.kv.dtype
+    if dtype == "int8" and placement.device == "cpu":
+        why = f"read by the CUDA kernels only, and {placement.why}"
+        raise ConfigError(f"engine.kv.dtype: int8 is {why}")
+    if engine.numerics == "exact" and dtype not in ("auto", "fp32"):
+        raise ConfigError(f"engine.kv.dtype: numerics exact needs fp32 or auto, got {dtype}")
+    return placement
+
+
+def _place(engine: EngineConfig, gpus: float, torch_cuda: str | None) -> Placement:
     if engine.device == "cpu":
         return Placement("cpu", 0, "engine.device is cpu")
     if gpus < 1:

@@ -19,6 +19,7 @@ from configs.schema import AppArgs
 from engine_actor.errors import CheckpointError
 from engine_actor.load.progress import ConsoleProgress, Progress, silent
 from serve_app.haproxy import has_haproxy, write_launcher
+from serve_app.limits import limit_of
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 HA_PROXY_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
@@ -53,13 +54,17 @@ class Start:
 
 
 def verify(args: AppArgs, progress: Progress = silent) -> Verified:
-    """Find the model and prove its headers. Raises CheckpointError or ConfigError, one line."""
-    from engine_actor.load.checkpoint import open_checkpoint
+    """Find the model, prove its headers, and that it has the context asked for. Raises
+    CheckpointError or ConfigError, one line.
+    """
+    from engine_actor.load.checkpoint import context_length, open_checkpoint
     from engine_actor.load.source import resolve
 
     source = args.model
     folder = resolve(source.path, load.cache_dir(), source.revision, progress)
-    return Verified(args, folder, str(open_checkpoint(folder).quantisation))
+    checkpoint = open_checkpoint(folder)
+    context_length(source, checkpoint)
+    return Verified(args, folder, str(checkpoint.quantisation))
 
 
 def with_port(document: dict[str, Any], port: int | None) -> tuple[dict[str, Any], int]:
@@ -82,6 +87,19 @@ def without_haproxy(document: dict[str, Any]) -> dict[str, Any]:
     variables = {k: v for k, v in _part(runtime, "env_vars").items() if k != HA_PROXY}
     options["runtime_env"] = {**runtime, "env_vars": variables}
     return {**document, "controller_options": options}
+
+
+def refuse_limits(deployments: Any) -> None:
+    """Raise ConfigError for live limits (`user_config`) that are none: the replica would, minutes
+    later and three times.
+    """
+    for deployment in deployments if isinstance(deployments, list) else ():
+        given = deployment.get("user_config") if isinstance(deployment, dict) else None
+        try:
+            if given is not None:
+                limit_of(given)
+        except ValueError as error:
+            raise ConfigError(f"user_config: {error}") from None
 
 
 def _part(document: dict[str, Any], name: str) -> dict[str, Any]:
@@ -119,9 +137,13 @@ def url_host(host: str) -> str:
 def prepare_start(path: Path, port: int | None, progress: Progress) -> Start:
     """Check everything, write the derived configuration if one is needed."""
     document = load.read_serve_config(path)
-    args = load.app_args(load.application(document).get("args") or {})
+    application = load.application(document)
+    args = load.app_args(application.get("args") or {})
+    refuse_limits(application.get("deployments"))
     derived, port = with_port(document, port)
-    host = str(derived["http_options"].get("host", DEFAULT_HOST))
+    host = derived["http_options"].get("host", DEFAULT_HOST)
+    if not isinstance(host, str):
+        raise ConfigError(f"http_options.host: must be a name or an address (got {host!r})")
     takes_haproxy = has_haproxy() and host in HA_PROXY_HOSTS
     if not takes_haproxy:
         derived = without_haproxy(derived)

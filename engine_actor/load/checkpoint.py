@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from configs.schema import ModelSource
 from engine_actor.errors import CheckpointError
 from engine_actor.load.formats import awq, compressed_tensors, dense, gptq, native
 from engine_actor.load.formats.base import Entry, Read, Weight
@@ -141,6 +142,14 @@ class Checkpoint:
         if largest < 0:
             raise refusal(path, "has no vocabulary")
         return min(self.config.vocab_size, largest + 1)
+
+
+def context_length(source: ModelSource, checkpoint: Checkpoint) -> int:
+    """Tokens of the context: as asked for, at most the checkpoint's. Raises CheckpointError."""
+    asked, most = source.max_model_len, checkpoint.max_model_len
+    if asked is not None and asked > most:
+        raise CheckpointError(f"model.max_model_len: {asked} is more than the checkpoint's {most}")
+    return asked or most
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

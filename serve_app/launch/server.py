@@ -48,6 +48,7 @@ FAILED = re.compile(r"Deploying app '[^']*' failed|DEPLOY_FAILED")
 FAILED_ONCE = re.compile(
     r"Deployment actor '[^']*' .* failed to become ready|Exception in Replica\("
 )
+CAUSE = re.compile(r"(?:CheckpointError|ConfigError|RayServeException|ValueError): (.+)")
 TRIES = 3
 """Serve tries a constructor so often (serve_app.app), then gives up without a word in its log."""
 GCS = re.compile(r"--gcs-address=(\S+)")
@@ -78,6 +79,7 @@ class Server:
         self._drain: subprocess.Popen[bytes] | None = None
         self._started = time.monotonic()
         self._is_over = threading.Event()
+        self._cause = "see the lines above"
         self._was_ready = False  # from then on a dead engine is Serve's to restart, again and again
 
     def run(self) -> int:
@@ -121,7 +123,7 @@ class Server:
             elif event == "overdue":
                 return 0
             elif event == "failed" and not is_stopping:
-                say("the application cannot be started; see the lines above")
+                say(f"the application cannot be started: {self._cause}")
                 interrupt(self._process)
                 self._process.wait(STOP_GRACE_S)
                 return 1
@@ -177,6 +179,8 @@ class Server:
             sys.stdout.write(text)
             sys.stdout.flush()
             failures += bool(FAILED_ONCE.search(text)) and not self._was_ready
+            if found := CAUSE.search(text):
+                self._cause = found[1]
             if FAILED.search(text) or failures == TRIES:
                 self._events.put("failed")
 

@@ -63,7 +63,8 @@ def test_settings_that_contradict_each_other_are_a_problem(packed):
         AppArgs.model_validate({"model": {"path": str(packed)}, "engine": engine})
     )
     assert found[-1].level == "problem"
-    assert found[-1].text == "kv.dtype int8 is read by the CUDA kernels only"
+    why = "read by the CUDA kernels only, and engine.device is cpu"
+    assert found[-1].text == f"engine.kv.dtype: int8 is {why}"
 
 
 def test_a_path_that_cannot_be_looked_up_is_a_problem():

@@ -46,6 +46,13 @@ def test_an_unknown_override_is_refused_by_name():
         app_args({}, {"DEEPINFER_ENGINE__MAX_SEQUENCES": "4"})
 
 
+@pytest.mark.parametrize("name", ["MAX_NUM_SEQS", "ENGINE", "ENGIN__MAX_NUM_SEQS", "CACHE_DIR__X"])
+def test_a_variable_of_ours_that_names_no_setting_is_refused(name):
+    """Overlooked in silence it would look as if it had been set."""
+    with pytest.raises(ConfigError, match=rf"^DEEPINFER_{name}: is no setting; .*ENGINE__MAX"):
+        environment_overrides({f"DEEPINFER_{name}": "3"})
+
+
 def test_an_error_is_one_line_that_names_key_and_value():
     with pytest.raises(ConfigError) as caught:
         app_args({"engine": {"max_num_seqs": 0, "kv": {"block_tokens": "many"}}}, {})

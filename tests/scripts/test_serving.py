@@ -155,10 +155,13 @@ def test_a_constructor_that_fails_three_times_stops_the_server(
 ):
     line = "Deployment actor 'engine-0' for Deployment(name='I', app='d') failed to become ready: x"
     hang = "import time; time.sleep(600)" if is_over else ""
-    parent = Parent(tmp_path, project_root, extra=f"print({line!r})\n" * failures + hang)
+    cause = "(Controller pid=7) engine_actor.errors.CheckpointError: no memory for the KV pool"
+    extra = f"print({line!r})\nprint({cause!r})\n" * failures + hang
+    parent = Parent(tmp_path, project_root, extra=extra)
     if is_over:
         assert parent.finish() == 1
-        assert "cannot be started" in "".join(parent.said)
+        said = "the application cannot be started: no memory for the KV pool\n"
+        assert said in "".join(parent.said)
     else:
         parent.read_until("ready: ")
         parent.process.send_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine_actor.messages import Limit
-from serve_app.ingress_deployment import limit_of
+from serve_app.limits import limit_of
 
 
 def test_limits_are_taken_as_given() -> None:

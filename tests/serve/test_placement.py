@@ -36,6 +36,17 @@ def test_cuda_that_cannot_be_had_fails_with_the_reason(gpus, torch_cuda, why):
         place(EngineConfig(device="cuda"), gpus, torch_cuda)
 
 
+def test_a_cache_that_the_device_cannot_have_is_refused_before_anything_starts():
+    for settings, gpus in (({"device": "auto"}, 0), ({"device": "cpu"}, 1)):
+        with pytest.raises(ConfigError, match=r"engine\.kv\.dtype: int8 is read by the CUDA"):
+            place(EngineConfig(kv={"dtype": "int8"}, **settings), gpus, "13.0")
+    assert place(EngineConfig(kv={"dtype": "int8"}), 1, "13.0").device == "cuda"
+    for dtype in ("int8", "fp16", "bf16"):
+        with pytest.raises(ConfigError, match=rf"numerics exact needs fp32 or auto, got {dtype}"):
+            place(EngineConfig(numerics="exact", kv={"dtype": dtype}), 1, "13.0")
+    assert place(EngineConfig(numerics="exact", kv={"dtype": "fp32"}), 0, None).device == "cpu"
+
+
 def test_more_engines_than_gpus_are_refused():
     with pytest.raises(ConfigError, match=r"engine\.num_engines: 4 .* has 2"):
         place(EngineConfig(num_engines=4), 2, "13.0")

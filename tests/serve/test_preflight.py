@@ -150,11 +150,36 @@ def test_parts_of_a_configuration_that_are_none_are_one_line(shipped, options):
 
 
 @pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (
+            "user_config",
+            {"kv_fracton": 0.5},
+            "user_config: no such limit: kv_fracton; there",
+        ),
+        ("user_config", {"kv_fraction": 7}, "user_config: limit.kv_fraction: must be in (0, 1]"),
+        ("user_config", [1], "user_config: must hold limits by name"),
+        ("host", 5, "http_options.host: must be a name or an address (got 5)"),
+    ],
+)
+def test_what_serve_would_find_out_too_late_is_one_line(config, shipped, capsys, place, value, why):
+    if place == "host":
+        shipped["http_options"]["host"] = value
+    else:
+        shipped["applications"][0]["deployments"][0][place] = value
+    config.write_text(yaml.safe_dump(shipped))
+    assert main([str(config)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {why}")
+
+
+@pytest.mark.parametrize(
     ("variable", "value", "why"),
     [
         ("DEEPINFER_MODEL__PATH", "/nowhere", "/nowhere"),
         ("DEEPINFER_ENGINE__MAX_NUM_SEQS", "0", "engine.max_num_seqs"),
         ("DEEPINFER_ENGINE__NO_SUCH", "1", "engine.no_such"),
+        ("DEEPINFER_MAX_NUM_SEQS", "1", "DEEPINFER_MAX_NUM_SEQS: is no setting"),
+        ("DEEPINFER_MODEL__MAX_MODEL_LEN", "1000000", "is more than the checkpoint's 512"),
     ],
 )
 def test_a_refusal_is_one_line_and_names_its_cause(
