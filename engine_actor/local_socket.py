@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
+import socket
 import threading
+from collections.abc import Coroutine
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from engine_actor.errors import EngineError
 from engine_actor.frames import (
@@ -31,6 +34,43 @@ log = logging.getLogger(__name__)
 STARTING_S = 10.0
 MOST_UNANSWERED = 16
 """Of one client that wait for their answers; it has fewer in flight."""
+
+
+class _PastTheLoop:
+    """Writes batches to a connection from the engine's own thread, while the connection's event
+    loop has nothing to write: a loop that must wake first, and get the interpreter from that
+    thread, is some tenths of a millisecond late. Ended by close(), once nobody calls it any more.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+        self._socket = socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno()))
+        self._socket.setblocking(False)
+        self._is_behind = False
+
+    def __call__(self, batch: tuple[object, ...]) -> bool:
+        """See subscribers.Tell."""
+        if self._is_behind or self._writer.transport.get_write_buffer_size():
+            return False
+        try:
+            frame = pack_frame(("batch", batch))
+            sent = self._socket.send(frame)
+        except (OSError, ValueError):  # full, or broken: the loop waits, or finds it out
+            return False
+        if sent < len(frame):
+            self._is_behind = True
+            with suppress(RuntimeError):  # the loop has ended, and with it the connection
+                self._loop.call_soon_threadsafe(self._write_rest, frame[sent:])
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _write_rest(self, rest: bytes) -> None:
+        with suppress(ConnectionError):  # whoever writes next finds it out
+            write_bytes(self._writer, rest)
+        self._is_behind = False
 
 
 class LocalSocket:
@@ -93,7 +133,7 @@ class LocalSocket:
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One client until it leaves. Its posts run in order and are answered in order; the next is
         read and given to the engine while the one before waits for its answer."""
-        posts: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue(MOST_UNANSWERED)
+        posts: asyncio.Queue[Coroutine[Any, Any, Any]] = asyncio.Queue(MOST_UNANSWERED)
         answering = asyncio.create_task(self._answer_posts(posts, writer))
         try:
             key = await reader.readexactly(KEY_BYTES)
@@ -102,7 +142,7 @@ class LocalSocket:
             while not answering.done():
                 verb, *arguments = await read_frame(reader)
                 if verb == "post":
-                    await posts.put(asyncio.create_task(self._service.post(*arguments)))
+                    await posts.put(self._begin_post(*arguments))
                 elif verb == "events":
                     await self._send_events(arguments, writer)
                 else:
@@ -116,10 +156,16 @@ class LocalSocket:
         finally:
             answering.cancel()
             while not posts.empty():
-                posts.get_nowait().cancel()  # what the engine has been given, it does
+                posts.get_nowait().close()  # what the engine has been given, it does
+
+    def _begin_post(self, *arguments: Any) -> Coroutine[Any, Any, Any]:
+        try:
+            return self._service.begin_post(*arguments)
+        except EngineError as error:
+            return _raised(error)
 
     async def _answer_posts(
-        self, posts: asyncio.Queue[asyncio.Task[Any]], writer: asyncio.StreamWriter
+        self, posts: asyncio.Queue[Coroutine[Any, Any, Any]], writer: asyncio.StreamWriter
     ) -> None:
         try:
             while True:
@@ -136,12 +182,21 @@ class LocalSocket:
             writer.close()
 
     async def _send_events(self, arguments: list[Any], writer: asyncio.StreamWriter) -> None:
+        tell = _PastTheLoop(writer)
         try:
-            async with aclosing(self._service.events(*arguments)) as batches:  # type: ignore[type-var]
+            client, epoch, from_seq, max_items = arguments
+            stream = self._service.events(client, epoch, from_seq, max_items, tell)
+            async with aclosing(stream) as batches:  # type: ignore[type-var]
                 async for batch in batches:
                     write_bytes(writer, pack_frame(("batch", batch)))
                     await writer.drain()
             write_bytes(writer, pack_frame(("end",)))
         except EngineError as error:
             write_bytes(writer, pack_frame(("error", error.code, str(error))))
+        finally:
+            tell.close()
         await writer.drain()
+
+
+async def _raised(error: EngineError) -> NoReturn:
+    raise error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, astuple, replace
 from typing import Any
@@ -32,9 +32,12 @@ from engine_actor.messages import (
 )
 from engine_actor.sessions import Rejected, Sessions
 from engine_actor.status import engine_status
+from engine_actor.subscribers import Tell
 
 NO_RID = -1
 """Stands for the rid in a rejection of something that has none."""
+Answer = tuple[int, Rejected, tuple[int, ...]]
+"""Of a post."""
 POLL_S = 0.02
 LAST_WORDS_S = 1.0
 """How long a lost engine waits for its clients to read their ends."""
@@ -78,9 +81,7 @@ class EngineService:
         await _joined(self._loop.call(begin))
         return asdict(self._attached())
 
-    async def post(
-        self, client: str, seq: int, messages: Sequence[tuple[Any, ...]]
-    ) -> tuple[int, Rejected, tuple[int, ...]]:
+    async def post(self, client: str, seq: int, messages: Sequence[tuple[Any, ...]]) -> Answer:
         """Run messages in order, once per (client, seq). Returns (seq, rejected, load); a rejection
         is (rid, code), rid -1 where a malformed message has none. A post with a submit is answered
         once the engine has looked at it, any other at once. Raises EngineRestarted to a client that
@@ -88,6 +89,13 @@ class EngineService:
         an earlier session, and for one that a later post has passed: run now it would be out of
         order, and its requests must not wait for an answer that never comes.
         """
+        return await self.begin_post(client, seq, messages)
+
+    def begin_post(
+        self, client: str, seq: int, messages: Sequence[tuple[Any, ...]]
+    ) -> Coroutine[Any, Any, Answer]:
+        """As post(), whose messages are the engine's when this returns; what is returned waits for
+        the answer."""
         session = self._sessions.get(client)
         if seq < session.first_seq:
             raise EngineRestarted(f"post {seq} of {client} is from an earlier session")
@@ -104,19 +112,31 @@ class EngineService:
             reply = session.replies.get(seq)
         if reply is None:
             raise EngineRestarted(f"post {seq} of {client} was passed by post {session.last_seq}")
-        if any(isinstance(message, Submit) for message in decoded) or self._loop.fatal:
+        waits = any(isinstance(message, Submit) for message in decoded)
+        return self._answer(seq, malformed, reply, waits)
+
+    async def _answer(
+        self, seq: int, malformed: Rejected, reply: Future[Rejected], waits: bool
+    ) -> Answer:
+        if waits or self._loop.fatal:
             return seq, await _joined(reply), astuple(self._load)
         return seq, malformed, astuple(self._load)
 
     async def events(
-        self, client: str, epoch: int, from_seq: int, max_items: int = 5000
+        self,
+        client: str,
+        epoch: int,
+        from_seq: int,
+        max_items: int = 5000,
+        tell: Tell | None = None,
     ) -> AsyncIterator[tuple[object, ...]]:
         """Encoded StepBatches of this client from `from_seq` on; ends after max_items, to be asked
-        for again. Raises EngineRestarted on another epoch, a lost session or a hole in the numbers.
+        for again. Those that `tell` takes are not among them. Raises EngineRestarted on another
+        epoch, a lost session or a hole in the numbers.
         """
         if epoch != self.epoch:
             raise EngineRestarted(f"epoch {epoch} is over, this is {self.epoch}")
-        async for batch in self._sessions.get(client).subscriber.read(from_seq, max_items):
+        async for batch in self._sessions.get(client).subscriber.read(from_seq, max_items, tell):
             yield batch
 
     async def status(self) -> dict[str, Any]:

@@ -11,12 +11,15 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from engine_actor.errors import EngineRestarted
 from engine_actor.events import NO_EXTRA, SequenceEvent, StepEvents
 from engine_actor.messages import Load, StepBatch, encode_batch
 
+Tell = Callable[[tuple[object, ...]], bool]
+"""Gives a reader its next batch on the engine's own thread, without waiting for anything. False
+where that cannot be done now; nothing has been given then."""
 MAX_QUIET_BLOCKS = 256
 """Changes of the prefix cache that a client with no tokens to hear may miss at most."""
 
@@ -63,12 +66,14 @@ class Subscriber:
         with self._lock:
             if self._closed is not None:
                 return False
-            batch = make_batch(self.next_seq, events, step.load, added, evicted)
-            self._batches.append(encode_batch(batch))
+            encoded = encode_batch(make_batch(self.next_seq, events, step.load, added, evicted))
+            self._batches.append(encoded)
+            told = self._tell(encoded)
             while self._read - self._first > self._replay:
                 self._batches.popleft()
                 self._first += 1
-            self._wake()
+            if not told:
+                self._wake()
             return self.next_seq - self._read <= self._backlog
 
     def close(self, why: str) -> None:
@@ -84,20 +89,27 @@ class Subscriber:
         for digest in step.kv_evicted:
             self._blocks[digest] = False
 
-    async def read(self, from_seq: int, max_items: int) -> AsyncIterator[tuple[object, ...]]:
-        """Batches from `from_seq` on, at most `max_items`. Those below it are forgotten. Raises
-        EngineRestarted where they are gone already, or at the end of the subscription.
+    async def read(
+        self, from_seq: int, max_items: int, tell: Tell | None = None
+    ) -> AsyncIterator[tuple[object, ...]]:
+        """Batches from `from_seq` on, at most `max_items`, without those that `tell` gave while we
+        waited: a loop that must wake first, and get the interpreter from the engine's thread, is
+        tenths of a millisecond late. Those below are forgotten. Raises EngineRestarted where they
+        are gone already, or at the end of the subscription.
         """
         self._forget(from_seq)
-        waiter = _Waiter(asyncio.get_running_loop())
-        for seq in range(from_seq, from_seq + max_items):
-            while (batch := self._get(seq, waiter)) is None:
-                try:
-                    await waiter.event.wait()
-                finally:
-                    with self._lock:
-                        self._waiting.discard(waiter)
-            yield batch
+        waiter = _Waiter(asyncio.get_running_loop(), from_seq, from_seq + max_items, tell)
+        while waiter.seq < waiter.end:
+            batch = self._get(waiter)
+            if batch is not None:
+                waiter.seq += 1
+                yield batch
+                continue
+            try:
+                await waiter.event.wait()
+            finally:
+                with self._lock:
+                    self._waiting.discard(waiter)
 
     def _forget(self, from_seq: int) -> None:
         with self._lock:
@@ -109,9 +121,10 @@ class Subscriber:
                 self._first += 1
             self._read = max(self._read, from_seq)
 
-    def _get(self, seq: int, waiter: _Waiter) -> tuple[object, ...] | None:
-        """Batch `seq`, or None with the waiter registered."""
+    def _get(self, waiter: _Waiter) -> tuple[object, ...] | None:
+        """The waiter's next batch, or None with the waiter registered."""
         with self._lock:
+            seq = waiter.seq
             if seq < self._first:
                 raise EngineRestarted(f"batch {seq} of {self.client} was overtaken")
             if seq < self.next_seq:
@@ -123,6 +136,17 @@ class Subscriber:
             self._waiting.add(waiter)
             return None
 
+    def _tell(self, batch: tuple[object, ...]) -> bool:
+        """The only reader, which waits for this batch, is told it here and now if it can be."""
+        if len(self._waiting) != 1:
+            return False
+        (waiter,) = self._waiting
+        # The last one goes by the reader, which ends behind it.
+        if waiter.tell is None or waiter.seq + 1 >= waiter.end or not waiter.tell(batch):
+            return False
+        self._read = waiter.seq = waiter.seq + 1
+        return True
+
     def _wake(self) -> None:
         for waiter in self._waiting:
             waiter.wake()
@@ -130,10 +154,16 @@ class Subscriber:
 
 
 class _Waiter:
-    """One reader asleep in its own event loop; each Ray concurrency group has a loop of its own."""
+    """One reader asleep in its own event loop; each Ray concurrency group has a loop of its own.
+    seq, end: of its next batch, and behind its last."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seq: int, end: int, tell: Tell | None
+    ) -> None:
         self._loop = loop
+        self.seq = seq
+        self.end = end
+        self.tell = tell
         self.event = asyncio.Event()
 
     def wake(self) -> None:
