@@ -23,7 +23,10 @@ from tests.load.foreign import (
 def test_words_of_any_width(bits: int, rows: int, columns: int, seed: int) -> None:
     """Odd counts too: bits behind the last code are zero in our bytes, whatever the file has."""
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, columns))
-    words = torch.from_numpy(bit_stream(codes, bits).copy())
+    # As GPTQ has them, the other way around: of a single word torch forgets which way that is.
+    words = (
+        torch.from_numpy(bit_stream(codes, bits)).T.clone(memory_format=torch.contiguous_format).T
+    )
     assert np.array_equal(unpack_stream(words, bits, columns).numpy(), codes)
     padded = torch.from_numpy(whole_codes(codes, bits).copy())
     assert np.array_equal(unpack_padded(padded, bits, columns).numpy(), codes)

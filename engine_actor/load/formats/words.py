@@ -19,7 +19,7 @@ def unpack_stream(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
     Bit `bits * k` of the stream is the lowest of code k, so a 3-bit code may straddle two words.
     """
-    raw = words.contiguous().view(torch.uint8)
+    raw = _bytes(words)
     if bits == 8:
         return raw[:, :count].to(torch.int16)
     if bits == 4:
@@ -44,12 +44,19 @@ def signed_bytes(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     has them. Bits after the last code become zero.
     """
     used = columns * bits
-    raw = words.contiguous().view(torch.uint8)[:, : -(-used // 8)]
+    raw = _bytes(words)[:, : -(-used // 8)]
     flip = torch.tensor(_FLIP[bits], dtype=torch.uint8)
     packed = raw ^ flip.repeat(-(-raw.shape[1] // len(flip)))[: raw.shape[1]]
     if used % 8:
         packed[:, -1] &= (1 << used % 8) - 1
     return packed
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """i32[R, W] -> u8[R, 4 * W]. Flat in between: torch takes a transposed row of a single word for
+    contiguous and then refuses it.
+    """
+    return words.contiguous().flatten().view(torch.uint8).view(len(words), -1)
 
 
 def pack_unsigned(codes: torch.Tensor, bits: int) -> torch.Tensor:
