@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, groupby
 
+import numpy as np
 import torch
 
 from kernels.attention.gather import gather_slots
@@ -141,9 +142,9 @@ def _follow(blocks: tuple[int, ...]) -> bool:
 
 def _slots(segment: Segment, block_tokens: int) -> torch.Tensor:
     """i32 of the keys that any of its rows sees, on the host."""
-    firsts = torch.tensor(segment.blocks, dtype=torch.int32).mul_(block_tokens)
-    slots = firsts.unsqueeze(1) + torch.arange(block_tokens, dtype=torch.int32)
-    return slots.flatten()[segment.skip : segment.kv_len]
+    firsts = np.array(segment.blocks, dtype=np.int32) * np.int32(block_tokens)
+    slots = (firsts[:, np.newaxis] + np.arange(block_tokens, dtype=np.int32)).ravel()
+    return torch.from_numpy(slots[segment.skip : segment.kv_len])
 
 
 def attend_prompts(
