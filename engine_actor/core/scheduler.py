@@ -15,6 +15,7 @@ from engine_actor.core.admission import admit
 from engine_actor.core.capacity import PoolCapacity
 from engine_actor.core.clock import Clock
 from engine_actor.core.commit import Committer, Finished, Flight
+from engine_actor.core.decode_plan import plan_decode
 from engine_actor.core.draft import StepDraft
 from engine_actor.core.kv_manager import KVManager
 from engine_actor.core.limits import SchedulerLimits, require_servable
@@ -174,7 +175,7 @@ class Scheduler:
         draft = StepDraft(self._roster)
         self._expire(draft, now)
         self._enforce_limits(draft)
-        self._plan_decode(draft)
+        plan_decode(draft, self._roster, self._kv)
         # Whoever was preempted here must not come back at once and take the blocks it gave.
         if not draft.short_of_blocks:
             admit(self._roster, self._kv, self.limits.max_num_seqs, now)
@@ -257,43 +258,3 @@ class Scheduler:
             blocks = self._kv.blocks_for(len(seq.tokens))
             if blocks > self._kv.capacity and not seq.in_flight:
                 draft.refuse(seq, OutOfMemory.code, blocks, self._kv.n_free)
-
-    def _plan_decode(self, draft: StepDraft) -> None:
-        """One slot for each decoding sequence, first in rank first: whoever is preempted for room
-        is last in rank, so it has no slot yet.
-        """
-        block_tokens = self._kv.block_tokens
-        for seq in tuple(self._roster.running):
-            position = seq.n_scheduled
-            # A prefill whose last chunk is still in flight decodes already (pipeline depth 1).
-            if seq.state is SeqState.PREFILL and position < len(seq.tokens):
-                continue
-            if seq.state is SeqState.WAITING or seq.stalled:
-                continue
-            if position + 1 - seq.n_prompt >= seq.sampling.max_tokens:
-                continue
-            if len(seq.blocks) * block_tokens > position or self._make_room(draft, seq):
-                draft.add_slot(seq)
-
-    def _make_room(self, draft: StepDraft, seq: Sequence) -> bool:
-        """Give `seq` its next block, preempting from the end of the order. False where it has to
-        wait: it was preempted itself, or blocks come back only with a step in flight.
-        """
-        needed = seq.n_scheduled + 1
-        while not self._kv.grow(seq, needed, urgent=True):
-            if self._roster.leaving:
-                draft.short_of_blocks = True
-                return False
-            victim = self._roster.running.last
-            if victim is seq and len(self._roster.running) == 1:
-                if seq.in_flight:
-                    # The token that is still on its way may end it well.
-                    return False
-                # It cannot ever go on. The checks at the door exclude this; never wait in silence.
-                blocks = self._kv.blocks_for(needed)
-                draft.refuse(seq, OutOfMemory.code, blocks, self._kv.n_free)
-                return False
-            draft.preempt(victim)
-            if victim is seq:
-                return False
-        return True

@@ -13,6 +13,7 @@ from engine_actor import ops
 from engine_actor.model.batch_inputs import BatchInputs
 from engine_actor.model.config import ModelConfig
 from engine_actor.model.decode_buckets import Bucket, DecodeBuckets
+from engine_actor.model.decode_forward import DecodeForward
 from engine_actor.model.decode_graphs import DecodeGraphs
 from engine_actor.model.decoder import Decoder
 from engine_actor.model.graph_capture import CudaCapture
@@ -60,6 +61,8 @@ class ModelRunner:
         self.op_set = op_set
         self._rotary = Rotary(config, device)
         self._layout = ops.HeadLayout(config.n_heads, config.n_kv_heads, config.head_dim**-0.5)
+        window = config.sliding_window
+        self._parts = embedding, decoder, head, op_set, kv, self._layout, window
         self._native = native if isinstance(native, NativeForward) else None
         self.layer_kernels = f"op by op ({native})" if isinstance(native, str) else str(native)
         self._plans: list[tuple[BatchInputs, StepTensors]] = []
@@ -155,15 +158,7 @@ class ModelRunner:
         """
         if self._why_no_buckets() is not None:
             return
-        forward = PromptForward(
-            self._embedding,
-            self._decoder,
-            self._head,
-            self.op_set,
-            self.kv,
-            self._layout,
-            self.config.sliding_window,
-        )
+        forward = PromptForward(*self._parts)
         self._prefill_graphs = PrefillGraphs(
             PrefillBuckets.up_to(max_rows, max_context, ops.StagedPrompts.SEQUENCES),
             forward.of,
@@ -187,20 +182,19 @@ class ModelRunner:
         """Run decode batches of up to so many rows and keys in buckets of fixed shape, as CUDA
         graphs where `graphs`. Does nothing where the model's ops make a plan for every step.
         """
-        plan = self.op_set.static_plan
-        if self._why_no_buckets() is not None or plan is None:
+        if self._why_no_buckets() is not None:
             return
-        size, window = self.kv.block_tokens, self.config.sliding_window
+        forward = DecodeForward(*self._parts)
         self._graphs = DecodeGraphs(
             DecodeBuckets.up_to(max_rows, max_context),
-            self._forward_staged,
-            lambda tables, lengths, longest: plan(tables, lengths, longest, size, window),
+            forward.run,
+            forward.plan,
             self._rotary,
             self.kv.addresses,
             CudaCapture(self.device) if graphs else None,
             vocab_size=self.vocab_size,
             head_dim=self.config.head_dim,
-            block_tokens=size,
+            block_tokens=self.kv.block_tokens,
             device=self.device,
             reason=None if graphs else "switched off (cuda_graphs: false)",
         )
@@ -227,19 +221,6 @@ class ModelRunner:
         if self.op_set.static_plan is None:
             return "the general ops plan every step anew"
         return None
-
-    def _forward_staged(
-        self, rows: ops.StagedRows, attend: ops.AttentionPlan, out: torch.Tensor
-    ) -> None:
-        if self.op_set.prepare_heads is not None:
-            heads = self.op_set.prepare_heads(rows.cos, rows.sin, attend, self._layout)
-            step = StepTensors(None, None, attend, attend_heads=heads)
-        else:
-            assert self.op_set.prepare_store is not None
-            store = self.op_set.prepare_store(rows.cos, rows.sin, rows.slots, self._layout)
-            step = StepTensors(None, None, attend, store)
-        normed = self._decoder.normed(self._embedding(rows.ids), self.kv.layers, step)
-        self._head.into(normed, out)
 
     def reserve_kv(self, capacity: int) -> None:
         """Choose the addresses of a cache of up to `capacity` blocks, empty where it moves."""

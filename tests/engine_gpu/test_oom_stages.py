@@ -140,7 +140,7 @@ def test_no_memory_for_a_graph_ends_nobody(model: Loaded) -> None:
     right = texts(engine, PROMPTS, N_TOKENS)
     runner: Any = model.runner
     runner.prepare_decode(16, 512, graphs=True)
-    forward, calls = runner._forward_staged, []
+    forward, calls = runner._graphs._forward, []
 
     def greedy(*arguments: Any) -> None:
         if torch.cuda.is_current_stream_capturing():
