@@ -6,7 +6,6 @@ its own. Called by the loop only.
 
 from __future__ import annotations
 
-import logging
 import time
 
 from configs.schema import EngineConfig
@@ -14,9 +13,9 @@ from engine_actor.core.clock import Clock, MonotonicClock
 from engine_actor.core.metrics import Metrics
 from engine_actor.core.overlap_policy import FixedPolicy, OverlapPolicy, Sharing
 from engine_actor.core.params import InvalidParam
-from engine_actor.core.plan import Failure, SampledToken, StepPlan
-from engine_actor.core.scheduler import Finished, Scheduler
-from engine_actor.core.sequence import FinishReason, Key, Sequence
+from engine_actor.core.plan import StepPlan
+from engine_actor.core.scheduler import Scheduler
+from engine_actor.core.sequence import FinishReason
 from engine_actor.door import INVALID, Tombstones, new_sequence, refusal
 from engine_actor.errors import (
     ContextLengthExceeded,
@@ -25,10 +24,11 @@ from engine_actor.errors import (
     Overloaded,
     Unavailable,
 )
-from engine_actor.events import NO_EXTRA, EventLog, StepEvents
+from engine_actor.events import EventLog, StepEvents
 from engine_actor.facts import EngineFacts, new_kv, pipeline_depth, scheduler_limits, wanted_mode
 from engine_actor.faults import FaultPlan
-from engine_actor.messages import Cancel, Evict, Extra, Flag, Limit, Load, Submit
+from engine_actor.live_requests import LiveRequests
+from engine_actor.messages import Cancel, Evict, Flag, Limit, Load, Submit
 from engine_actor.model.runner_protocol import Runner
 from engine_actor.model.sampler import Sampler
 from engine_actor.pipeline import Pipeline, make_feed
@@ -42,7 +42,6 @@ from engine_actor.work.pair import Pair
 from engine_actor.work.sharing import share_device
 from engine_actor.work.step import StepReport, StepRunner
 
-LOGGER = logging.getLogger(__name__)
 CANCELLED = "cancelled"
 
 
@@ -81,10 +80,12 @@ class Engine:
         )
         self.policy: OverlapPolicy = FixedPolicy(Sharing(self.pair.mode, self.pair.max_ctas))
         self.faults = FaultPlan(config.faults)
-        self._live: dict[Key, Sequence] = {}
         self._tombstones = Tombstones()
         self._events = EventLog()
         self.recorder = Recorder(self.metrics)
+        self._live = LiveRequests(
+            self.scheduler, self.kv, self._pool, self._events, self.recorder, self.clock
+        )
         self._step_us = 0
         self._steps = self._step_runner(sampler, depth)
         self._pipeline = Pipeline(
@@ -124,14 +125,15 @@ class Engine:
         if seq is None:
             self._tombstones.add(key)
         elif message.reason == "stop_string":
-            self._end(seq, FinishReason.STOP)
+            self._live.end(seq, FinishReason.STOP)
         else:
-            self._end(seq, FinishReason.CANCELLED, code)
+            self._live.end(seq, FinishReason.CANCELLED, code)
 
     def evict(self, client: str, message: Evict) -> None:
         """Free one request's blocks: it ends `oom`, or starts again later."""
         key = (message.owner or client, message.rid)
-        held = len(self._live[key].blocks) if key in self._live else 0
+        live = self._live.get(key)
+        held = 0 if live is None else len(live.blocks)
         seq = self.scheduler.evict(key, message.requeue)
         if seq is None:
             return
@@ -139,7 +141,7 @@ class Engine:
         if message.requeue:
             self._events.flag(*key, Flag.REQUEUED)
         else:
-            self._end(seq, FinishReason.OOM, OutOfMemory.code, blocks=(held, self.kv.n_free))
+            self._live.end(seq, FinishReason.OOM, OutOfMemory.code, blocks=(held, self.kv.n_free))
 
     def limit(self, message: Limit) -> str | None:
         """Shrink or restore limits. A code where a value is refused; nothing has changed then."""
@@ -153,7 +155,7 @@ class Engine:
 
     def drop_client(self, client: str) -> int:
         """Cancel everything of a client that is gone. Returns how many requests that were."""
-        keys = [key for key in self._live if key[0] == client]
+        keys = self._live.of_client(client)
         for key in keys:
             self.cancel(client, Cancel(key[1], "lease"))
         self._events.drop_client(client)
@@ -172,9 +174,7 @@ class Engine:
             started = time.perf_counter()
             self._pool.refresh()
             plan = self.scheduler.plan(self.policy)
-            for gone in plan.refused:
-                blocks = (gone.blocks_needed, gone.blocks_free)
-                self._end(self._live[gone.key], gone.reason, gone.code, blocks=blocks)
+            self._live.refuse(plan.refused)
             self._pipeline.advance(plan, started)
         self._gauges()
         return self.take_events()
@@ -199,10 +199,10 @@ class Engine:
         """End every request with an error: the device is lost."""
         self._pipeline.drop()
         for finished in self.scheduler.abort_all(code):
-            self._end(finished.seq, finished.reason, code)
+            self._live.end(finished.seq, finished.reason, code)
         # Those that the scheduler ended in the very step that broke off.
-        for seq in list(self._live.values()):
-            self._end(seq, FinishReason.ERROR, code)
+        for seq in self._live:
+            self._live.end(seq, FinishReason.ERROR, code)
         return self.take_events()
 
     def _submit(self, client: str, message: Submit) -> str | None:
@@ -215,6 +215,7 @@ class Engine:
         seq = new_sequence(key, message, self.clock.now())
         if self._tombstones.take(key):
             self._events.refuse(*key, Flag.CANCELLED, CANCELLED)
+            self.recorder.ended(seq, FinishReason.CANCELLED, seq.arrived)
             return None
         self._pool.restore()
         try:
@@ -223,76 +224,14 @@ class Engine:
             return error.code
         except InvalidParam:
             return INVALID
-        self._live[key] = seq
+        self._live.add(seq)
         return None
 
     def _commit(self, plan: StepPlan, report: StepReport, seconds: float) -> None:
         self._step_us = int(seconds * 1e6)
         self.recorder.step(plan, report, seconds)
-        outcome = report.outcome
-        before = {
-            sample.key: (len(seq.tokens), seq.last_token_at)
-            for sample in outcome.sampled
-            if (seq := self._live.get(sample.key)) is not None
-        }
-        # What is computed once more is scored once more.
-        void = self.scheduler.void(plan.step) if outcome.prompt_logprobs else frozenset()
-        finished = self.scheduler.commit(outcome)
-        for key, start, entries in outcome.prompt_logprobs:
-            if key in self._live and key not in void:
-                self._events.add(*key, (), Extra(prompt_start=start, prompt_logprobs=entries))
-        for sample in outcome.sampled:
-            if sample.key in before:
-                self._accepted(sample, *before[sample.key])
-        failures = {failure.key: failure for failure in outcome.failures}
-        for end in finished:
-            self._finished(end, failures.get(end.seq.key))
-        for key in report.grounded:
-            self._grounded(key)
+        self._live.commit(report)
         self._pool.fit()
-
-    def _accepted(self, sample: SampledToken, n_before: int, last_token_at: float | None) -> None:
-        seq = self._live[sample.key]
-        tokens = tuple(seq.tokens[n_before:])
-        if not tokens:
-            return
-        extra = NO_EXTRA if sample.logprobs is None else Extra(logprobs=(sample.logprobs,))
-        self._events.add(*sample.key, tokens, extra)
-        self.recorder.token(seq, last_token_at)
-
-    def _finished(self, end: Finished, failure: Failure | None) -> None:
-        blocks = (0, 0)
-        if failure is not None:
-            blocks = (failure.blocks_needed, failure.blocks_free)
-            LOGGER.warning("%s ends %s: %s", end.seq.key, end.reason.value, failure.detail)
-            if end.reason is FinishReason.OOM:
-                self.metrics.add("oom_isolated_total")
-        self._end(end.seq, end.reason, end.code, end.stop_token, blocks)
-
-    def _end(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        code: str | None = None,
-        stop_token: int | None = None,
-        blocks: tuple[int, int] = (0, 0),
-    ) -> None:
-        del self._live[seq.key]
-        self._events.end(seq, reason, code, stop_token, blocks)
-        self.recorder.ended(seq, reason, self.clock.now())
-
-    def _grounded(self, key: Key) -> None:
-        """The device has no memory for blocks that the pool promised. Promise only what exists, and
-        let the sequence start again within it; one that needs more than exists ends `oom`."""
-        seq = self._live.get(key)
-        if seq is None:
-            return
-        held = len(seq.blocks)
-        if held <= self._pool.cut():
-            self.scheduler.evict(key, requeue=True)
-        elif self.scheduler.evict(key, requeue=False) is not None:
-            self.metrics.add("oom_isolated_total")
-            self._end(seq, FinishReason.OOM, OutOfMemory.code, blocks=(held, self.kv.n_free))
 
     def _gauges(self) -> None:
         stats = self.scheduler.stats

@@ -106,6 +106,10 @@ class Recorder:
             span = seq.last_token_at - seq.first_token_at
             metrics.observe("time_per_output_token_seconds", span / (seq.n_output - 1))
 
+    def isolated(self) -> None:
+        """An out-of-memory error has ended one request and nothing else."""
+        self.metrics.add("oom_isolated_total")
+
     def gauges(self, stats: SchedulerStats, kv: KVManager, block_bytes: int) -> None:
         metrics = self.metrics
         metrics.set("requests_running", stats.running)

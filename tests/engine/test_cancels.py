@@ -161,6 +161,19 @@ def test_a_stop_string_is_an_end_and_no_cancel() -> None:
     driver.assert_all_free()
 
 
+def test_a_request_that_its_cancel_has_overtaken_ends_and_is_counted() -> None:
+    engine = make_engine(HashRunner())
+    driver = Driver(engine)
+    engine.cancel(CLIENT, Cancel(1))
+    assert driver.submit(1, (1, 2), 50) is None
+    driver.run()
+    assert (driver.end(1), driver.tokens(1)) == (Flag.CANCELLED, [])
+    assert engine.metrics.value("requests_received_total") == 1
+    assert engine.metrics.value("requests_finished_total", "cancelled") == 1
+    assert engine.metrics.count("queue_seconds") == 0
+    driver.assert_all_free()
+
+
 def test_tombstones_are_bounded_and_used_once() -> None:
     from engine_actor.door import Tombstones
 
