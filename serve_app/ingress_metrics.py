@@ -14,7 +14,8 @@ _SECONDS = (
 
 INGRESS_METRICS: tuple[Definition, ...] = (
     Definition(
-        "http_requests_total", "counter", "Answers by route and status", "requests",
+        "http_requests_total", "counter",
+        "Answers by route and status, 499 where the client left first", "requests",
         ("route", "status"),
     ),
     Definition(

@@ -142,7 +142,7 @@ ENGINE_METRICS: tuple[Definition, ...] = (
     ),
     _counter(
         "admission_rejections_total",
-        "Requests refused at the door, by error code",
+        "Requests that the engine refused, by error code",
         "requests",
         "code",
     ),
