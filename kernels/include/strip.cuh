@@ -197,6 +197,9 @@ STRIP_INLINE void weigh(unsigned (&pairs)[PAIRS], const RowScales& rows) {
     }
 }
 
+// An exact division would take its long way for each zero, which rows that are not there are.
+STRIP_INLINE float silu(float gate) { return __fdividef(gate, 1.0f + __expf(-gate)); }
+
 // What happens to a finished sum, in this order: bias, residual, fp16.
 struct Epilogue {
     const __half* bias;      // [N] or null
@@ -227,9 +230,33 @@ struct Epilogue {
         const size_t at = static_cast<size_t>(m) * columns + column;
         y[at] = __float2half_rn(residual == nullptr ? value : value + __half2float(residual[at]));
     }
-};
 
-STRIP_INLINE float silu(float gate) { return gate / (1.0f + __expf(-gate)); }
+    // Sums of row m, of rows n .. n + 3 of a strip, to y. All lanes of a warp come, four neighbours
+    // with all rows of the strip; in_fours: takes_fours().
+    template <bool IS_GATED>
+    STRIP_INLINE void finish_four(bool in_fours, float4 sums, bool is_row, int m, int strip, int n,
+                                  int out_features) const {
+        float values[4] = {sums.x, sums.y, sums.z, sums.w};
+        const int row = strip * HEIGHT + n;
+        if (bias != nullptr)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (row + i < out_features) values[i] = biased(row + i, values[i]);
+        if (IS_GATED)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                values[i] = silu(values[i]) * __shfl_xor_sync(~0u, values[i], 2);
+        if (!is_row || row >= out_features || (IS_GATED && n >= 8)) return;
+        const int column = IS_GATED ? strip * 8 + n : row;
+        if (in_fours) {
+            store_four(m, column, values);
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (row + i < out_features) store(m, column + i, values[i]);
+    }
+};
 
 }  // namespace strip
 #endif

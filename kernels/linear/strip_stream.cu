@@ -259,12 +259,12 @@ __device__ __forceinline__ void ask_for_all(const Block& block, const char* word
     const int count = block.end - block.begin;
     const bool is_one = threadIdx.x % strip::LANES == 0;
     if (is_one) {
-        for (int i = 0; i < 4 * DEPTH; ++i) {
-            const int tellers = (i < 3 * DEPTH ? WARPS : ADDERS_OF_SET) * TELLERS;
-            barrier_init(block.come + 8 * i, i < DEPTH ? 1 : tellers);
-        }
+        for (int i = 0; i < DEPTH; ++i) barrier_init(block.come + 8 * i, 1);
         barrier_init_done();
         for (int i = 0; i < min(WINDOW, count); ++i) ask(i);
+        for (int i = DEPTH; i < 4 * DEPTH; ++i)
+            barrier_init(block.come + 8 * i, (i < 3 * DEPTH ? WARPS : ADDERS_OF_SET) * TELLERS);
+        barrier_init_done();
     }
     __syncwarp();
     begin_together();
@@ -277,44 +277,38 @@ __device__ __forceinline__ void ask_for_all(const Block& block, const char* word
     }
 }
 
-// Four sums of row m, of rows n .. n + 3 of a strip, to y. All lanes of a warp come.
-__device__ __forceinline__ void store_four(const strip::Epilogue& to, bool in_fours, float4 sums,
-                                           bool is_row, int m, int strip, int n, int out_features) {
-    float values[4] = {sums.x, sums.y, sums.z, sums.w};
-    const int row = strip * strip::HEIGHT + n;
-    if (to.bias != nullptr)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (row + i < out_features) values[i] = to.biased(row + i, values[i]);
-    if (GATED)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            values[i] = strip::silu(values[i]) * __shfl_xor_sync(~0u, values[i], 2);
-    if (!is_row || row >= out_features || (GATED && n >= 8)) return;
-    const int column = GATED ? strip * 8 + n : row;
-    if (in_fours) {
-        to.store_four(m, column, values);
-        return;
+// Which sums a warp that adds up is for, and where it finds them.
+struct Adder {
+    int set, eights;   // of rows, ADDED at a time
+    unsigned barrier;  // the set's first one
+    Turn turn;
+
+    __device__ __forceinline__ Adder(const Block& block, int nth)
+        : set(nth / ADDERS_OF_SET), eights(nth % ADDERS_OF_SET),
+          barrier(block.come + 8 * set * TURNS) {}
+    __device__ __forceinline__ void wait() const {
+        barrier_wait(barrier + LEFT + 8 * turn.at, turn.parity);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (row + i < out_features) to.store(m, column + i, values[i]);
-}
+    // What was left is read: it may be written over.
+    __device__ __forceinline__ void done() {
+        __syncwarp();
+        if (threadIdx.x % strip::LANES < TELLERS) barrier_arrive(barrier + ADDED_UP + 8 * turn.at);
+        turn.advance();
+    }
+};
 
 // Adds up the parts of ADDED eights of rows of a set's strips.
-__device__ __forceinline__ void add_up(const Block& block, const float* parts, int adder,
+__device__ __forceinline__ void add_up(Adder adder, const Block& block, const float* parts,
                                        const strip::Epilogue& to, int out_features,
                                        const float* scales_of_rows) {
-    const int lane = threadIdx.x % strip::LANES, set = adder / ADDERS_OF_SET;
+    const int lane = threadIdx.x % strip::LANES;
     const int n = lane % 4 * 4;  // the first of four neighbouring rows of a strip
-    const int first = adder % ADDERS_OF_SET * (8 * ADDED) + lane / 4;
-    const float* const own = parts + set * SET_PARTS + first * PITCH + n;
+    const int first = adder.eights * (8 * ADDED) + lane / 4;
+    const float* const own = parts + adder.set * SET_PARTS + first * PITCH + n;
     const float unit = n < 8 ? strip::LOWER_UNIT : strip::UPPER_UNIT<BITS>;
-    const unsigned barrier = block.come + 8 * set * TURNS;
     const bool in_fours = to.takes_fours();
-    Turn turn;
-    for (int strip = block.begin + set; strip < block.end; strip += SETS) {
-        barrier_wait(barrier + LEFT + 8 * turn.at, turn.parity);
+    for (int strip = block.begin + adder.set; strip < block.end; strip += SETS) {
+        adder.wait();
         float4 sums[ADDED] = {};
 #pragma unroll
         for (int b = 0; b < ADDED; ++b) {
@@ -322,23 +316,47 @@ __device__ __forceinline__ void add_up(const Block& block, const float* parts, i
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float4 part = *reinterpret_cast<const float4*>(
-                    own + (turn.at * WARPS + w) * PART + 8 * b * PITCH);
+                    own + (adder.turn.at * WARPS + w) * PART + 8 * b * PITCH);
                 sums[b].x += part.x, sums[b].y += part.y;
                 sums[b].z += part.z, sums[b].w += part.w;
             }
         }
-        __syncwarp();
-        if (lane < TELLERS) barrier_arrive(barrier + ADDED_UP + 8 * turn.at);
-        turn.advance();
+        adder.done();
 #pragma unroll
         for (int b = 0; b < ADDED; ++b) {
             const int m = 8 * b + first;
             const float scale = unit * (NORMED ? scales_of_rows[min(m, block.rows - 1)] : 1.0f);
             const float4 all = {sums[b].x * scale, sums[b].y * scale, sums[b].z * scale,
                                 sums[b].w * scale};
-            store_four(to, in_fours, all, m < block.rows, block.first_row + m, strip, n,
-                       out_features);
+            to.finish_four<GATED>(in_fours, all, m < block.rows, block.first_row + m, strip, n,
+                                  out_features);
         }
+    }
+}
+
+// The same where there is one row of x: a lane has one row of the strip and half of the warps.
+__device__ __forceinline__ void add_up_one(Adder adder, const Block& block, const float* parts,
+                                           const strip::Epilogue& to, int out_features,
+                                           float scale) {
+    const int lane = threadIdx.x % strip::LANES, n = lane % strip::HEIGHT;
+    const bool is_lower = lane < strip::HEIGHT;
+    constexpr int HALF = WARPS / 2;
+    const float* const own = parts + adder.set * SET_PARTS + (is_lower ? 0 : HALF * PART) + n;
+    scale *= n < 8 ? strip::LOWER_UNIT : strip::UPPER_UNIT<BITS>;
+    for (int strip = block.begin + adder.set; strip < block.end; strip += SETS) {
+        adder.wait();
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS - HALF; ++w)
+            if (w < HALF || !is_lower) sum += own[(adder.turn.at * WARPS + w) * PART];
+        adder.done();
+        sum = (sum + __shfl_xor_sync(~0u, sum, strip::HEIGHT)) * scale;
+        const int row = strip * strip::HEIGHT + n;
+        const bool is_there = row < out_features;
+        if (is_there) sum = to.biased(row, sum);
+        if (GATED) sum = strip::silu(sum) * __shfl_xor_sync(~0u, sum, 8);
+        if (is_lower && is_there && !(GATED && n >= 8))
+            to.store(block.first_row, GATED ? strip * 8 + n : row, sum);
     }
 }
 
@@ -369,8 +387,12 @@ strip_stream(const __half* x, const char* __restrict__ words, const char* __rest
                                        GATED ? out_features / 2 : out_features};
         begin_together();
         wait_for_previous();
-        return add_up(block, reinterpret_cast<const float*>(room + DEPTH * SLOT_BYTES),
-                      of_all - KEEPERS, epilogue, out_features, scales_of_rows);
+        const float* const parts = reinterpret_cast<const float*>(room + DEPTH * SLOT_BYTES);
+        const Adder adder(block, of_all - KEEPERS);
+        if (ROWS == 8 && block.rows == 1)
+            return add_up_one(adder, block, parts, epilogue, out_features,
+                              NORMED ? scales_of_rows[0] : 1.0f);
+        return add_up(adder, block, parts, epilogue, out_features, scales_of_rows);
     }
 
     take_registers<true>();
