@@ -45,8 +45,13 @@ def is_crowd(n_waiting: int, n_decoding: int) -> bool:
 
 
 def layers_of_slice(slice_tokens: int, chunk_tokens: int, n_layers: int) -> int:
-    """Layers of a chunk that take about as long as slice_tokens through all of them, at least 1."""
-    return max(1, min(n_layers, n_layers * slice_tokens // chunk_tokens))
+    """Layers of a chunk in a range: at most as many as take about as long as slice_tokens through
+    all of them, at least 1, and no more than the same number of ranges needs: of 300 tokens not 30
+    layers and then 6, but 18 twice.
+    """
+    most = max(1, min(n_layers, n_layers * slice_tokens // chunk_tokens))
+    n_ranges = -(-n_layers // most)
+    return -(-n_layers // n_ranges)
 
 
 def limited_blocks(base: int, fraction: float) -> int:
