@@ -98,9 +98,14 @@ class Ingress:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Live limits, changed without a restart: Serve calls it at the start and at each change of
-        `user_config`. Kept, and sent again to an engine that was restarted.
+        `user_config`. Kept, and sent again to an engine that was restarted. Limits that are none
+        change nothing: where this raised, Serve would end all replicas and with them all streams.
         """
-        self._limit = limit_of(user_config)
+        try:
+            self._limit = limit_of(user_config)
+        except ValueError as error:
+            log.error("user_config is refused, the limits stay as they are: %s", error)
+            return
         for link in self._links.all if self._links is not None else ():
             self._later(self._send_limit(link))
 

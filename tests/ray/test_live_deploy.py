@@ -59,6 +59,11 @@ def test_a_changed_user_config_reaches_the_engine_without_a_restart(live: Live, 
         lambda: live.status()["queue"]["prefill_chunk_tokens"] == 20, 60, "the new limit", 0.1
     )
     assert live.actor("EngineActor").pid == pid
+    # One that is none is refused in the log, and nobody hears of it: Serve would end all replicas.
+    deploy({"prefill_chunk_tokens": 24, "kv_fracton": 0.5})
+    refused = "user_config is refused, the limits stay as they are: no such limit: kv_fracton"
+    wait_until(lambda: any(refused in line for line in live.served.lines), 60, "the refusal", 0.1)
+    assert live.status()["queue"]["prefill_chunk_tokens"] == 20
     deploy({"prefill_chunk_tokens": 32})
     wait_until(
         lambda: live.status()["queue"]["prefill_chunk_tokens"] == 32, 60, "the old limit", 0.1
