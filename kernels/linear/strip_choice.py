@@ -24,6 +24,11 @@ STREAM_ROWS = 16
 """Up to so many rows a grid that stays may be faster for many strips. 0 switches it off."""
 STREAM_16 = {(2048, 4): MIDDLE, (2048, 3): MIDDLE, (3584, 4): 16.0, (3584, 3): MIDDLE}
 """Beyond 8 rows it takes more strips than so many for each multiprocessor, by columns and bits."""
+NORMED_ROWS, NORMED_SHARE = (1, 5, 6, 7, 8), 16.0
+"""A normed product, which is a decode step's, takes it with so many rows and beyond so many strips
+for each multiprocessor: gate and up of a 7B. Between launches that begin early a grid that stays
+keeps its neighbours out, which costs a 3B what it gains.
+"""
 ONE_WAVE = (16, 20)
 """Strips for each multiprocessor that WAVE_PAIRS has all in flight at once."""
 
@@ -108,6 +113,15 @@ def choose_stream(
     if weights.strips / multiprocessors <= least:
         return None
     return strip_stream.stream_tile(columns, rows)
+
+
+def choose_normed_stream(
+    m: int, weights: StripWeights, sm: int, multiprocessors: int
+) -> StreamTile | None:
+    """The same for m rows of x that the product norms."""
+    if m not in NORMED_ROWS or weights.strips / multiprocessors <= NORMED_SHARE:
+        return None
+    return choose_stream(m, weights, sm, multiprocessors)
 
 
 def _up_to_8(share: float, steps: int, bits: int) -> GemvTile:

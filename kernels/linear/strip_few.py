@@ -30,6 +30,7 @@ from kernels.linear.strip_choice import (
     WIDE_PAIRS,
     WIDE_PAIRS_16,
     WIDE_SHORT_16,
+    choose_normed_stream,
     choose_stream,
     choose_tile,
 )
@@ -98,9 +99,7 @@ class StripFew:
         """y of the stream, normed as `carry` says. tile: forced."""
         rows = carry.x.shape[0]
         y = torch.empty(rows, self.width, dtype=torch.float16, device=carry.x.device)
-        # In a step, between launches that begin early, a grid that stays keeps its neighbours out:
-        # 36 of them made a 3B's step 1.04 ms where short blocks took 0.92.
-        self._launch(carry.x, None, y, tile or self._gemv_tile(rows), normed=carry)
+        self._launch(carry.x, None, y, tile or self._normed_tile(rows), normed=carry)
         carry.taken()
         return y
 
@@ -113,6 +112,10 @@ class StripFew:
 
     def _tile(self, rows: int) -> GemvTile | StreamTile:
         stream = choose_stream(rows, self.weights, self.sm, self.multiprocessors)
+        return stream or self._gemv_tile(rows)
+
+    def _normed_tile(self, rows: int) -> GemvTile | StreamTile:
+        stream = choose_normed_stream(rows, self.weights, self.sm, self.multiprocessors)
         return stream or self._gemv_tile(rows)
 
     def _gemv_tile(self, rows: int) -> GemvTile:
@@ -250,11 +253,14 @@ SHIPPED = (
     ),
     stream_tile(4096).variant(4, 128, offsets=True),
     stream_tile(2048).variant(3, 128, offsets=True, gated=True),
-    stream_tile(4096).variant(4, 128, offsets=False, gated=True, normed=True),
+    *(
+        stream_tile(columns).variant(bits, 128, offsets=False, gated=True, normed=True)
+        for columns in (3584, 4096)
+        for bits in (4, 3)
+    ),
 )
 """Every shape for W4 in symmetric groups of 128, most of those for up to 16 rows of W3, the largest
 ones for groups of 32 with offsets, gate and up on wide shapes, those with norms where they are in
-use; of grids that stay, one with norms, which only a forced tile takes. Other kinds of weights
-compile on first use. One of those is beyond the budget: 33 to 64 rows of W3 in layers of middling
-width spill 108 bytes a thread on sm_86.
+use. Other kinds of weights compile on first use. One of those is beyond the budget: 33 to 64 rows
+of W3 in layers of middling width spill 108 bytes a thread on sm_86.
 """

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.linear.strip import StripWeights
-from kernels.linear.strip_choice import choose_stream, choose_tile
+from kernels.linear.strip_choice import choose_normed_stream, choose_stream, choose_tile
 from kernels.linear.strip_few import SHIPPED, FewRows
 from kernels.linear.strip_stream import SHAPES, stream_tile
 from kernels.linear.strip_stream_rows import StreamRows
@@ -94,6 +94,24 @@ def test_many_strips_stream_by_on_hopper(m: int, shape: Shape, sm: int, is_strea
     if tile is not None:
         assert tile.warps * tile.columns == shape.padded_columns
         assert tile.rows >= m
+
+
+@pytest.mark.parametrize(
+    ("m", "shape", "sm", "is_stream"),
+    [
+        (1, Shape(2368, 3584), 90, True),  # gate and up of a 7B
+        (8, Shape(2368, 3584, bits=3), 90, True),
+        (4, Shape(2368, 3584), 90, False),
+        (9, Shape(2368, 3584), 90, False),
+        (1, Shape(1376, 2048), 90, False),  # of a 3B
+        (1, Shape(2368, 3584), 86, False),
+        (1, Shape(2368, 3584, group=64), 90, False),
+    ],
+)
+def test_a_step_takes_fewer_streams(m: int, shape: Shape, sm: int, is_stream: bool) -> None:
+    """Its neighbours begin early, and find no room beside one."""
+    tile = choose_normed_stream(m, cast("StripWeights", shape), sm, 132)
+    assert (tile is not None) == is_stream
 
 
 @pytest.mark.parametrize("bits", [3, 4])
