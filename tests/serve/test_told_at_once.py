@@ -7,14 +7,16 @@ import asyncio
 import itertools
 import socket
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from engine_actor import local_socket
 from engine_actor.errors import EngineRestarted
 from engine_actor.events import SequenceEvent, StepEvents
+from engine_actor.frames import HOST, pack_frame, read_frame
 from engine_actor.subscribers import Subscriber
-from tests.serve.test_socket_port import PROMPT, bench, linked, read
+from tests.serve.test_socket_port import PROMPT, Bench, bench, linked, read
 
 pytestmark = pytest.mark.anyio
 
@@ -123,3 +125,67 @@ async def test_most_batches_go_past_the_loop(monkeypatch: pytest.MonkeyPatch) ->
             await asyncio.sleep(0.02)
         assert sum(takes) > len(takes) / 2
         await link.stop()
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def sockets_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of the thread that serves the socket. Ray's processes have uvloop's."""
+    if request.param == "asyncio":
+        yield
+        return
+    before = asyncio.get_event_loop_policy()
+    pytest.importorskip("uvloop").install()
+    yield
+    asyncio.set_event_loop_policy(before)
+
+
+async def batches_of(made: Bench, count: int) -> list[int]:
+    """The numbers of a client's first batches as they come over the socket."""
+    reader, writer = await asyncio.open_connection(HOST, made.address.port)
+    writer.write(bytes.fromhex(made.address.key) + pack_frame(("events", "c", 42, 0, 100)))
+    try:
+        return [(await read_frame(reader))[1][0] for _ in range(count)]
+    finally:
+        writer.close()
+
+
+async def test_what_the_loop_has_written_is_not_passed(
+    sockets_loop: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop's may send it at the end of a turn only; a batch is made right behind it."""
+    wait = Subscriber._get
+
+    def made_now(self: Subscriber, waiter: object) -> object:
+        batch = wait(self, waiter)  # type: ignore[arg-type]
+        if batch is None and self.next_seq == 1:
+            told(self, 1)
+        return batch
+
+    async with bench() as made:
+        await made.around.attach("c", 1)
+        told(made.service._sessions.get("c").subscriber, 0)
+        monkeypatch.setattr(Subscriber, "_get", made_now)
+        assert await batches_of(made, 2) == [0, 1]
+
+
+async def test_nothing_comes_into_the_middle_of_a_batch(
+    sockets_loop: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection takes a part of one; the next is made as soon as the loop has its rest."""
+    monkeypatch.setattr(local_socket.socket, "socket", ShortSocket)
+    rest = local_socket._PastTheLoop._write_rest
+
+    def made_now(self: local_socket._PastTheLoop, left: bytes) -> None:
+        rest(self, left)
+        told(subscriber, subscriber.next_seq)
+
+    async with bench() as made:
+        await made.around.attach("c", 1)
+        subscriber = made.service._sessions.get("c").subscriber
+        monkeypatch.setattr(local_socket._PastTheLoop, "_write_rest", made_now)
+        reading = asyncio.create_task(batches_of(made, 10))
+        while not reading.done():
+            if subscriber._waiting:
+                told(subscriber, subscriber.next_seq)
+            await asyncio.sleep(0.001)
+        assert await reading == list(range(10))
