@@ -181,7 +181,10 @@ class Server:
             failures += bool(FAILED_ONCE.search(text)) and not self._was_ready
             if found := CAUSE.search(text):
                 self._cause = found[1]
-            if FAILED.search(text) or failures == TRIES:
+            has_failed = FAILED.search(text) is not None
+            if has_failed and self._was_ready:
+                say("a new deployment failed, what is served stays as it is; see the lines above")
+            elif has_failed or failures == TRIES:
                 self._events.put("failed")
 
     def _await_exit(self) -> None:

@@ -8,11 +8,11 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from bootstrap.serving import settings_of
 from serve_app.launch.processes import (
     claimed,
     free_port,
@@ -25,8 +25,6 @@ from serve_app.launch.server import (
     Server,
     cluster_address,
     refuse_taken_port,
-    server_environment,
-    side_port,
 )
 
 # `serve run`: answers HTTP, holds a child in a process group of its own as Ray's workers are, and
@@ -168,6 +166,28 @@ def test_a_constructor_that_fails_three_times_stops_the_server(
         assert parent.finish() == 0
 
 
+_FAILS_WHEN_ASKED = """
+answer = Handler.do_GET
+def do_GET(self):
+    answer(self)
+    if self.path == "/deploy":
+        print("Deploying app 'default' failed with exception: no", flush=True)
+Handler.do_GET = do_GET
+"""
+
+
+def test_a_deployment_that_fails_later_ends_nothing(tmp_path, project_root):
+    """Serve goes on with what ran before; so do we."""
+    parent = Parent(tmp_path, project_root, extra=_FAILS_WHEN_ASKED)
+    parent.read_until("ready: ")
+    with urllib.request.urlopen(f"http://127.0.0.1:{parent.port}/deploy", timeout=10) as answer:
+        assert answer.status == 200
+    parent.read_until("a new deployment failed, what is served stays as it is")
+    parent.process.send_signal(signal.SIGTERM)
+    assert parent.finish() == 0
+    assert "cannot be started" not in "".join(parent.said)
+
+
 def test_the_ready_line_can_be_copied(tmp_path, project_root):
     parent = Parent(tmp_path, project_root)
     parent.read_until("Ctrl-C drains")
@@ -235,47 +255,3 @@ def test_a_session_without_a_cluster_has_no_address():
     import os
 
     assert cluster_address(os.getpid()) is None
-
-
-def test_flags_become_settings():
-    import argparse
-
-    options = argparse.Namespace(model="/a b", device="cpu", no_prefill_decode_overlap=True)
-    assert settings_of(options) == {
-        "DEEPINFER_MODEL__PATH": '"/a b"',
-        "DEEPINFER_ENGINE__DEVICE": '"cpu"',
-        "DEEPINFER_ENGINE__ENABLE_PREFILL_DECODE_OVERLAP": "false",
-    }
-
-
-def test_two_servers_do_not_share_haproxys_side_ports():
-    assert side_port(9101, 61000) != side_port(9101, 61001)
-    assert side_port(8404, 20000) == 20404
-    assert 0 < side_port(9101, 65500) <= 65535
-
-
-def test_a_side_port_in_use_is_left_alone():
-    import socket
-
-    with socket.create_server(("0.0.0.0", 0)) as held:
-        port = held.getsockname()[1]
-        assert side_port(port, 8000) != port
-
-
-def test_haproxy_is_started_as_the_plan_says(monkeypatch):
-    plan = {"host": "127.0.0.1", "port": 8123, "haproxy": "/cache/haproxy-8123"}
-    name = "RAY_SERVE_HAPROXY_BINARY_PATH"
-    assert Server("/venv/bin/python", plan, {})._variables[name] == "/cache/haproxy-8123"
-    assert name not in Server("/venv/bin/python", {**plan, "haproxy": None}, {})._variables
-    monkeypatch.setenv(name, "/opt/haproxy")
-    assert Server("/venv/bin/python", plan, {})._variables[name] == "/opt/haproxy"
-
-
-def test_what_the_user_chose_stays(monkeypatch):
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", "7777")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    variables = server_environment(Path("/venv/bin/python"), {"RAY_X": "1"}, None, 8123)
-    assert variables["RAY_SERVE_HAPROXY_STATS_PORT"] == "7777"
-    assert variables["RAY_AUTH_MODE"] == "disabled"
-    assert variables["RAY_X"] == "1"
-    assert variables["PATH"].startswith("/venv/bin:")
