@@ -8,6 +8,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,7 +99,7 @@ class ShortSocket(socket.socket):
 
 
 async def test_a_full_connection_gets_the_rest_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_socket.socket, "socket", ShortSocket)
+    monkeypatch.setattr(local_socket, "socket", SimpleNamespace(socket=ShortSocket))
     async with bench() as made:
         link = await linked(made)
         for length in range(1, 40, 3):
@@ -172,7 +173,7 @@ async def test_nothing_comes_into_the_middle_of_a_batch(
     sockets_loop: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection takes a part of one; the next is made as soon as the loop has its rest."""
-    monkeypatch.setattr(local_socket.socket, "socket", ShortSocket)
+    monkeypatch.setattr(local_socket, "socket", SimpleNamespace(socket=ShortSocket))
     rest = local_socket._PastTheLoop._write_rest
 
     def made_now(self: local_socket._PastTheLoop, left: bytes) -> None:
