@@ -24,10 +24,11 @@ STREAM_ROWS = 16
 """Up to so many rows a grid that stays may be faster for many strips. 0 switches it off."""
 STREAM_16 = {(2048, 4): MIDDLE, (2048, 3): MIDDLE, (3584, 4): 16.0, (3584, 3): MIDDLE}
 """Beyond 8 rows it takes more strips than so many for each multiprocessor, by columns and bits."""
-NORMED_ROWS, NORMED_SHARE = (1, 5, 6, 7, 8), 16.0
-"""A normed product, which is a decode step's, takes it with so many rows and beyond so many strips
-for each multiprocessor: gate and up of a 7B. Between launches that begin early a grid that stays
-keeps its neighbours out, which costs a 3B what it gains.
+NORMED_SHARE, NORMED_ROWS = 16.0, 5
+"""A normed product, which is a decode step's, takes it beyond so many strips for each
+multiprocessor (gate and up of a 7B), or from so many rows on. Between launches that begin early a
+grid that stays keeps its neighbours out, which costs a 3B with few rows what it gains
+(docs/results/2026-11-30-stream-in-step.json).
 """
 ONE_WAVE = (16, 20)
 """Strips for each multiprocessor that WAVE_PAIRS has all in flight at once."""
@@ -119,7 +120,7 @@ def choose_normed_stream(
     m: int, weights: StripWeights, sm: int, multiprocessors: int
 ) -> StreamTile | None:
     """The same for m rows of x that the product norms."""
-    if m not in NORMED_ROWS or weights.strips / multiprocessors <= NORMED_SHARE:
+    if m < NORMED_ROWS and weights.strips / multiprocessors <= NORMED_SHARE:
         return None
     return choose_stream(m, weights, sm, multiprocessors)
 

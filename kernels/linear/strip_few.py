@@ -254,9 +254,9 @@ SHIPPED = (
     stream_tile(4096).variant(4, 128, offsets=True),
     stream_tile(2048).variant(3, 128, offsets=True, gated=True),
     *(
-        stream_tile(columns).variant(bits, 128, offsets=False, gated=True, normed=True)
-        for columns in (3584, 4096)
+        stream_tile(columns, rows).variant(bits, 128, offsets=False, gated=True, normed=True)
         for bits in (4, 3)
+        for rows, columns in ((8, 2048), (8, 3584), (8, 4096), (16, 2048), (16, 3584))
     ),
 )
 """Every shape for W4 in symmetric groups of 128, most of those for up to 16 rows of W3, the largest

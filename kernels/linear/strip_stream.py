@@ -109,7 +109,7 @@ SHAPES = {
     for tile in (
         StreamTile(8, 8, COLUMNS, turns=3, window=3, sets=2),
         StreamTile(8, 14, COLUMNS, turns=4, window=2),
-        StreamTile(8, 16, COLUMNS, turns=3, window=2),
+        StreamTile(8, 16, COLUMNS, turns=4, window=2),
         StreamTile(16, 8, COLUMNS, turns=4, window=2),
         StreamTile(16, 14, COLUMNS, turns=3, window=2, added=2),
         StreamTile(24, 8, COLUMNS, turns=4, window=2, registers=(208, 64)),

@@ -101,9 +101,13 @@ def test_many_strips_stream_by_on_hopper(m: int, shape: Shape, sm: int, is_strea
     [
         (1, Shape(2368, 3584), 90, True),  # gate and up of a 7B
         (8, Shape(2368, 3584, bits=3), 90, True),
-        (4, Shape(2368, 3584), 90, False),
-        (9, Shape(2368, 3584), 90, False),
-        (1, Shape(1376, 2048), 90, False),  # of a 3B
+        (4, Shape(2368, 3584), 90, True),
+        (16, Shape(2368, 3584), 90, True),
+        (17, Shape(2368, 3584), 90, False),
+        (4, Shape(1376, 2048), 90, False),  # of a 3B
+        (5, Shape(1376, 2048), 90, True),
+        (16, Shape(1376, 2048, bits=3), 90, True),
+        (8, Shape(160, 2048), 90, False),
         (1, Shape(2368, 3584), 86, False),
         (1, Shape(2368, 3584, group=64), 90, False),
     ],
