@@ -30,7 +30,7 @@ SIZES = (
     (37888, 3584),
     (3584, 18944),
 )
-HOPPER_ONLY = ("cuda.gemm_hopper", "cuda.strip_stream")
+HOPPER_ONLY = ("cuda.gemm_hopper", "cuda.strip_order", "cuda.strip_stream")
 
 
 def main() -> int:

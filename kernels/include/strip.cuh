@@ -210,7 +210,19 @@ struct Epilogue {
     STRIP_INLINE float biased(int n, float sum) const {
         return bias == nullptr ? sum : sum + __half2float(bias[n]);
     }
-    // Whether four neighbouring columns, the first a multiple of four, lie together.
+    // Whether two neighbouring columns, the first an even one, lie together; and four.
+    STRIP_INLINE bool takes_pairs() const {
+        const size_t both = reinterpret_cast<size_t>(y) | reinterpret_cast<size_t>(residual);
+        return columns % 2 == 0 && both % 4 == 0;
+    }
+    STRIP_INLINE void store_pair(int m, int column, float low, float high) const {
+        const size_t at = static_cast<size_t>(m) * columns + column;
+        if (residual != nullptr) {
+            const float2 more = __half22float2(*reinterpret_cast<const __half2*>(residual + at));
+            low += more.x, high += more.y;
+        }
+        *reinterpret_cast<__half2*>(y + at) = __floats2half2_rn(low, high);
+    }
     STRIP_INLINE bool takes_fours() const {
         const size_t both = reinterpret_cast<size_t>(y) | reinterpret_cast<size_t>(residual);
         return columns % 4 == 0 && both % 8 == 0;

@@ -22,6 +22,7 @@ from kernels.linear.strip_dense import StripCublas
 from kernels.linear.strip_few import FewRows
 from kernels.linear.strip_gemm import GemmAmpere
 from kernels.linear.strip_gemm_hopper import GemmHopper
+from kernels.linear.strip_order import OrderedRows
 from kernels.linear.strip_stream_rows import StreamRows
 from kernels.linear.w8_gemv import W8Gemv
 from kernels.linear.w8_rows import W8Rows
@@ -61,6 +62,7 @@ BACKENDS: tuple[CudaBackend, ...] = (
     W8Rows(),
     FewRows(),
     StreamRows(),
+    OrderedRows(),
     GemmHopper(),
     GemmAmpere(),
     StripCublas(),

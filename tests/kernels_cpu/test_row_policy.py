@@ -188,7 +188,8 @@ def test_rows_are_cut_without_gaps() -> None:
         ((22016, 2048), 25, "cuda.gemm_hopper"),
         ((12288, 2048), 32, "cuda.strip_stream"),
         ((5632, 2048), 24, "cuda.strip_few"),
-        ((151936, 2048), 32, "cuda.strip_stream"),
+        ((151936, 2048), 24, "cuda.strip_stream"),
+        ((151936, 2048), 32, "cuda.strip_order"),
         ((37888, 3584), 24, "cuda.gemm_hopper"),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kernels.linear.strip import StripWeights
 from kernels.linear.strip_choice import choose_normed_stream, choose_stream, choose_tile
 from kernels.linear.strip_few import SHIPPED, FewRows
+from kernels.linear.strip_order import OrderedRows
 from kernels.linear.strip_stream import SHAPES, stream_tile
 from kernels.linear.strip_stream_rows import StreamRows
 from kernels.spec.op import OpKey
@@ -161,6 +162,29 @@ def test_17_to_32_rows_stream_where_x_fits(
     """The registers of a multiprocessor hold all of x."""
     key = replace(replace(KEY, m=m, sm=90), **change)  # type: ignore[arg-type]
     said = StreamRows().refuse(key)
+    assert said == reason or (said is not None and reason is not None and reason in said)
+
+
+@pytest.mark.parametrize(
+    ("m", "change", "reason"),
+    [
+        (17, {}, None),
+        (32, {"bits": 3, "k": 3500}, None),  # 3584 with what is padded
+        (0, {}, None),
+        (33, {}, "33 rows of x, at most 32 are worth it"),
+        (24, {"sm": 86}, "made of sm_90a's own instructions, this is sm_86"),
+        (24, {"k": 11008}, "11008 columns are no multiple of 512"),
+        (24, {"group": 64}, "group 64 is not 128"),
+        (24, {"bits": 8}, "holds 3 or 4 bits, not 8"),
+        (24, {"dtype": "bfloat16"}, "multiplies fp16 activations, not bfloat16"),
+    ],
+)
+def test_17_to_32_rows_in_the_order_of_strips(
+    m: int, change: dict[str, object], reason: str | None
+) -> None:
+    """Two chunks of 256 columns take turns."""
+    key = replace(replace(KEY, m=m, sm=90), **change)  # type: ignore[arg-type]
+    said = OrderedRows().refuse(key)
     assert said == reason or (said is not None and reason is not None and reason in said)
 
 

@@ -28,8 +28,11 @@ from kernels.linear.op import LINEAR
 from kernels.linear.reference import linear_reference
 from kernels.linear.strip import to_strips
 from kernels.linear.strip_few import StripFew
+from kernels.linear.strip_order import Ordered
 from kernels.linear.strip_stream import SM, StreamTile
+from kernels.linear.weights import moved
 from kernels.spec.device import compute_capability
+from tests.kernels_cpu.layers import random_layer
 from tests.kernels_gpu import (
     gemm_cases,
     strips,
@@ -72,6 +75,17 @@ def strip_stream(name: str, columns: int, sets: int) -> None:
         x = given.x(rows - 1, sets)
         tile = StreamTile(rows, warps, columns, 2, 2, sets, watched=True)
         near(layer(x, tile=tile), given.reference(x))
+
+
+def in_order(bits: int, k: int, rows: int) -> None:
+    """On Hopper. Warpgroups have two tiles, or one and none."""
+    if compute_capability(strips.CUDA) != SM:
+        return
+    layer = moved(random_layer(300, k, bits, 128, seed=bits), strips.CUDA)
+    run = Ordered(to_strips(layer), watched=True)
+    run.multiprocessors = 1
+    x = strips.activations(rows, k, bits)
+    near(run(x), linear_reference(x, layer))
 
 
 def many_rows(tiles: Mapping[Any, Any], name: str, rows: int, splits: int) -> None:
@@ -144,6 +158,8 @@ CASES: dict[str, Callable[[], None]] = {
     "linear/strip_stream.cu w3, tails": partial(
         strip_stream, "w3 g128 zeros, bias, ragged", 128, 1
     ),
+    "linear/strip_order.cu w4": partial(in_order, 4, 2048, 32),
+    "linear/strip_order.cu w3, x in turns": partial(in_order, 3, 4608, 40),
     "linear/w8_gemv.cu": partial(test_rows_cuda.test_w8_gemv, 9, 37, 256, 64, "float16"),
     "linear/w8_rows.cu": partial(test_rows_cuda.test_w8_rows, 33, 37, 64, "bfloat16"),
     "linear/seed_gemv.cu w4": partial(backend, "cuda.seed_gemv", 4, 1),
