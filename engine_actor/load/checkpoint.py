@@ -134,10 +134,12 @@ class Checkpoint:
         if not path.is_file():
             return self.config.vocab_size
         tokenizer = read_json_object(path)
-        model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
+        model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
         vocab = model.get("vocab") if isinstance(model, dict) else None
-        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab or ())))
-        ids += [token.get("id") for token in added if isinstance(token, dict)]
+        listed = range(len(vocab)) if isinstance(vocab, list) else ()
+        ids = list(vocab.values() if isinstance(vocab, dict) else listed)
+        tokens = added if isinstance(added, list) else ()
+        ids += [token.get("id") for token in tokens if isinstance(token, dict)]
         largest = max((i for i in ids if type(i) is int), default=-1)
         if largest < 0:
             raise refusal(path, "has no vocabulary")

@@ -150,12 +150,21 @@ def _merges(file: GgufFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _vocabulary(tokens: list[Any]) -> dict[str, int]:
-    if not all(isinstance(token, str) for token in tokens):
+    if not all(isinstance(token, str) and _is_text(token) for token in tokens):
         raise refusal("tokenizer.ggml.tokens", "must be texts")
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise refusal("tokenizer.ggml.tokens", "a token comes twice")
     return vocab
+
+
+def _is_text(found: str) -> bool:
+    """False for bytes of the file that are no UTF-8."""
+    try:
+        found.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _add_tokens(tokenizer: Tokenizer, file: GgufFile, tokens: list[str]) -> None:

@@ -202,3 +202,27 @@ def test_a_path_to_a_file_and_a_file_of_the_hub(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
     assert source.resolve("org/name-GGUF/some-q4_k_m.gguf", tmp_path) == path
     assert asked == [("org/name-GGUF", "some-q4_k_m.gguf")]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        ("Ġthe".encode(), b"\xc4\xffthe", "tokenizer.ggml.tokens: must be texts"),
+        (
+            b"{{ messages[0]",
+            b"{{ message\xff[0]",
+            "model.gguf: tokenizer.chat_template is not UTF-8",
+        ),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused(
+    tmp_path: Path, good: bytes, bad: bytes, message: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    content = path.read_bytes()
+    assert good in content
+    path.write_bytes(content.replace(good, bad))
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer.from_folder(path)
+    assert str(caught.value) == message

@@ -254,7 +254,10 @@ def test_a_missing_packed_tensor(packed: Path) -> None:
     assert _message(packed) == "layers.1.down.scales: missing tensor"
 
 
-def test_a_tokenizer_without_vocabulary(dense: Path) -> None:
-    (dense / checkpoint.TOKENIZER).write_text("{}")
+@pytest.mark.parametrize(
+    "text", ["{}", '{"model": {"vocab": 5}, "added_tokens": 7}', '{"added_tokens": {"id": 3}}']
+)
+def test_a_tokenizer_without_vocabulary(dense: Path, text: str) -> None:
+    (dense / checkpoint.TOKENIZER).write_text(text)
     with pytest.raises(CheckpointError, match=r"^tokenizer\.json: has no vocabulary$"):
         open_checkpoint(dense).usable_vocab_size()
