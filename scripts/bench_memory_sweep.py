@@ -227,7 +227,7 @@ def measure(args: argparse.Namespace, part: Part, path: Path | None = None) -> F
     def found(memory: dict[str, int] | None) -> Found:
         return {
             "rows": sweep.rows,
-            "wrong": sweep.wrong + sweep.compared.wrong(),
+            "wrong": sweep.wrong,
             "uneven": sweep.uneven,
             "memory": memory,
             "texts": sweep.compared.as_dict(),
@@ -250,11 +250,12 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
 def record_of(args: argparse.Namespace, measured: Mapping[Part, Found], whole: bool) -> Found:
     """The record of what is known by now. `whole`: no part is to come."""
     every = list(measured.values())
+    texts = summed([each["texts"] for each in every if "texts" in each])
     switches = {
         **next((each["switches"] for each in reversed(every) if "switches" in each), {}),
         "memory": {" ".join(map(str, part)): each.get("memory") for part, each in measured.items()},
-        "texts": summed([each["texts"] for each in every if "texts" in each]),
-        "wrong": [line for each in every for line in each["wrong"]],
+        "texts": texts.as_dict(),
+        "wrong": [line for each in every for line in each["wrong"]] + texts.wrong(),
         "uneven": [line for each in every for line in each.get("uneven", ())],
         "whole": whole,
     }

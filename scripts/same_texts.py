@@ -69,15 +69,16 @@ def compare(before: Comparison, ours: Request, alone: Request) -> Comparison:
     return _added(before, positions, bound, before.gaps)
 
 
-def summed(texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Several Comparison.as_dict() as one."""
-    return {
-        "texts": sum(each["texts"] for each in texts),
-        "positions": sum(each["positions"] for each in texts),
-        "excused": sum(each["excused"] for each in texts),
-        "gaps": [gap for each in texts for gap in each["gaps"]],
-        "bound": max((each["bound"] for each in texts), default=0.0),
-    }
+def summed(texts: Sequence[Mapping[str, Any]]) -> Comparison:
+    """Several Comparison.as_dict() of one model as one: what any of them measured of rounding holds
+    for all, since a gap as wide as the widest that one of them saw may meet the others too.
+    """
+    return Comparison(
+        texts=sum(each["texts"] for each in texts),
+        positions=sum(each["positions"] for each in texts),
+        gaps=tuple(gap for each in texts for gap in each["gaps"]),
+        bound=max((each["bound"] for each in texts), default=LEAST_BOUND),
+    )
 
 
 def _added(before: Comparison, positions: int, bound: float, gaps: Sequence[float]) -> Comparison:

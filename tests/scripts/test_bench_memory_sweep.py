@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import bench_memory_sweep
-from bench_memory_sweep import GRID, ran_together, settings_of_cell
+from bench_memory_sweep import GRID, build_parser, ran_together, record_of, settings_of_cell
 from engine_actor.core.plan import TokenLogprobs
 from engine_runs import Request
 from results import validate
@@ -109,11 +109,26 @@ def test_a_steady_run_that_slows_or_grows_is_told():
     assert [row["metric"] for row in steady.rows({})][-1] == "ended_at"
 
 
-def test_comparisons_are_summed():
-    one = {"texts": 2, "positions": 40, "excused": 1, "gaps": [0.1], "bound": 0.2}
+def test_parts_of_a_run_share_what_they_measured_of_rounding():
+    one = {"texts": 2, "positions": 400, "excused": 1, "gaps": [0.25], "bound": 0.2}
     two = {"texts": 3, "positions": 60, "excused": 0, "gaps": [], "bound": 0.3}
-    both = {"texts": 5, "positions": 100, "excused": 1, "gaps": [0.1], "bound": 0.3}
-    assert summed([one, two]) == both
+    both = {"texts": 5, "positions": 460, "excused": 1, "gaps": [0.25], "bound": 0.3}
+    assert summed([one, two]).as_dict() == both
+    assert summed([one, two]).wrong() == []
+    assert summed([one]).wrong() == [
+        "a text left the one alone at a gap of 0.2500, rounding moves 0.2000"
+    ]
+
+
+def test_a_text_beyond_what_any_part_measured_is_in_the_record():
+    found = {"wrong": ["a part's own"], "texts": Comparison(1, 400, (0.5,), 0.2).as_dict()}
+    record = record_of(
+        build_parser().parse_args([*ARGS, "--output", "-"]), {("auto", 32, GRID): found}, whole=True
+    )
+    assert record["switches"]["wrong"] == [
+        "a part's own",
+        "a text left the one alone at a gap of 0.5000, rounding moves 0.2000",
+    ]
 
 
 def test_a_pool_larger_than_the_plan_says_is_told(tmp_path, monkeypatch):
