@@ -52,15 +52,15 @@ def prompts() -> Found:
 def bursts() -> Found:
     for row in table(PAGE, "Through Ray Serve and HTTP", "streams, tokens out"):
         streams, out = map(int, row[0].split(","))
-        name = f"{DAY}serve-bursts" + ("" if out == 128 else f"-{out}-tokens")
-        both = (name, f"{name}-again")
+        both = (f"{DAY}serve-streams", f"{DAY}serve-streams-again")
         for cell, metric, path, scale in (
             (row[1], "decode_tokens_per_second", "http", 1),
             (row[2], "decode_share", "http / engine", 100),
             (row[3], "text_share", "http / engine", 100),
             (row[4], "ttft_added", "http - engine", 1000),
         ):
-            yield cell, [scale * median(each, metric, path=path, streams=streams) for each in both]
+            case = {"path": path, "streams": streams, "out": out}
+            yield cell, [scale * median(each, metric, **case) for each in both]
 
 
 MODES = {
@@ -87,8 +87,7 @@ def insertion() -> Found:
 def seven_billions() -> Found:
     for row in table(PAGE, "A 7B in 4 GiB", "KV, chunk"):
         dtype, chunk = row[0].split(", ")
-        kv, which = ("auto", f"fp16-chunk-{chunk}") if dtype == "fp16" else ("int8", "int8")
-        name = f"{DAY}memory-sweep-7b-{which}"
+        kv, name = "auto" if dtype == "fp16" else "int8", f"{DAY}memory-sweep-7b"
         plan = record(name)["switches"]["memory"][f"{kv} {chunk} grid"]
         yield row[1], plan["kv_blocks"]
         yield row[5], plan["peak"] / 2**20
@@ -97,7 +96,8 @@ def seven_billions() -> Found:
                 (each["case"]["context"], each["median"])
                 for each in record(name)["rows"]
                 if each["metric"] == "tokens_per_second"
-                and (each["case"]["streams"], each["case"]["chunk"]) == (streams, int(chunk))
+                and [each["case"][key] for key in ("kv", "chunk", "streams")]
+                == [kv, int(chunk), streams]
             )
             yield cell, [*(rate for _, rate in rates), rates[-1][0]]
 
