@@ -11,11 +11,11 @@ from functools import cache
 import torch
 
 from kernels.jit.kernel import CudaSource, Kernel, Variant
-from kernels.linear.many_rows import refuse_many_rows, rows_for
+from kernels.linear.many_rows import refuse_many_rows
 from kernels.linear.strip import StripWeights, padded_columns, to_strips
+from kernels.linear.strip_call import StripCall
 from kernels.linear.weights import LinearFn, Weights
 from kernels.pack.dense_linear import DenseLinear
-from kernels.spec.device import device_info
 from kernels.spec.op import OpKey
 
 SOURCE = CudaSource("linear/strip_order.cu")
@@ -69,39 +69,21 @@ def _kernel(bits: int, offsets: bool, gated: bool, watched: bool) -> Kernel:
     return variant(bits, offsets, gated, watched).kernel()
 
 
-class Ordered:
-    """Call it with x [M, K]; y is fp16 [M, N]. More than 32 rows take turns.
-
-    gated: W is a fused gate and up, re-laid by strip.interleave_halves(); y is silu(gate) * up,
-    [M, N / 2]. watched: see variant().
-    """
+class Ordered(StripCall):
+    """watched: see variant()."""
 
     def __init__(self, weights: StripWeights, gated: bool = False, watched: bool = False) -> None:
-        self.weights = weights
-        self.gated = gated
+        super().__init__(weights, gated)
         self.watched = watched
-        self.width = weights.out_features // (2 if gated else 1)
-        self.multiprocessors = device_info(weights.words.device).multiprocessors
-        # The kernel ahead of the first call may be the one that wrote the weights.
-        self._is_first = True
 
-    def __call__(
+    def _launch(
         self,
         x: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """residual: fp16, shaped like y and added last. out: where y goes, contiguous fp16; may be
-        the residual itself.
-        """
-        y = out
-        if y is None:
-            y = torch.empty(x.shape[0], self.width, dtype=torch.float16, device=x.device)
-        if x.shape[0] == 0:
-            return y
+        residual: torch.Tensor | None,
+        y: torch.Tensor,
+        launch_dependents: bool,
+    ) -> None:
         weights = self.weights
-        x = rows_for(x, weights)
         tiles = -(-weights.strips // STRIPS)
         offsets = weights.offsets is not None
         _kernel(weights.bits, offsets, self.gated, self.watched).launch(
@@ -119,10 +101,8 @@ class Ordered:
             x.shape[1],
             weights.strips,
             weights.padded_columns // 256,
-            launch_dependents=not self._is_first,
+            launch_dependents=launch_dependents,
         )
-        self._is_first = False
-        return y
 
 
 class OrderedRows:

@@ -159,8 +159,8 @@ def launch_stream(
     launch_dependents: bool,
     normed: Carry | None = None,
 ) -> None:
-    """As strip_gemv.launch_gemv(), for weights whose padded columns are the tile's. normed: only
-    where the tile is forced; StripFew.normed() says why.
+    """As strip_gemv.launch_gemv(), for weights whose padded columns are the tile's. normed:
+    strip_choice.choose_normed_stream() says where it pays.
     """
     offsets = weights.offsets is not None
     kernel = stream_kernel(tile, weights.bits, weights.group, offsets, gated, normed is not None)

@@ -1,66 +1,44 @@
 """17 to 32 rows of x through many W3 and W4 strips on sm_90: a layer prepared.
 
-`cuda.strip_stream` is a backend of its own because a decode step must not take it for one whose
-norms can move into it (StripFew.normed): there short blocks are faster. Knows no model.
+`cuda.strip_stream` is a backend of its own because it takes no norms in: a decode step must not
+take it for one that does (StripFew.normed). Knows no model.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.linear.many_rows import refuse_many_rows, rows_for
+from kernels.linear.many_rows import refuse_many_rows
 from kernels.linear.strip import StripWeights, padded_columns, to_strips
+from kernels.linear.strip_call import StripCall
 from kernels.linear.strip_stream import SM, launch_stream, refuse_stream, stream_tile
 from kernels.linear.weights import LinearFn, Weights
 from kernels.pack.dense_linear import DenseLinear
-from kernels.spec.device import device_info
 from kernels.spec.op import OpKey
 
 LEAST_ROWS, MOST_ROWS = 17, 32
 
 
-class Stream:
-    """Call it with x [M, K]; y is fp16 [M, N]. More than 32 rows take turns.
+class Stream(StripCall):
+    """Of as many eights of rows as x has, 32 at most in a block."""
 
-    gated: W is a fused gate and up, re-laid by strip.interleave_halves(); y is silu(gate) * up,
-    [M, N / 2].
-    """
-
-    def __init__(self, weights: StripWeights, gated: bool = False) -> None:
-        self.weights = weights
-        self.gated = gated
-        self.width = weights.out_features // (2 if gated else 1)
-        self.multiprocessors = device_info(weights.words.device).multiprocessors
-        # The kernel ahead of the first call may be the one that wrote the weights.
-        self._is_first = True
-
-    def __call__(
+    def _launch(
         self,
         x: torch.Tensor,
-        *,
-        residual: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """residual: fp16, shaped like y and added last. out: where y goes, contiguous fp16; may be
-        the residual itself.
-        """
-        y = out
-        if y is None:
-            y = torch.empty(x.shape[0], self.width, dtype=torch.float16, device=x.device)
-        if x.shape[0] == 0:
-            return y
+        residual: torch.Tensor | None,
+        y: torch.Tensor,
+        launch_dependents: bool,
+    ) -> None:
         launch_stream(
             stream_tile(self.weights.padded_columns, room_for(x.shape[0])),
             self.weights,
-            rows_for(x, self.weights),
+            x,
             residual,
             y,
             multiprocessors=self.multiprocessors,
             gated=self.gated,
-            launch_dependents=not self._is_first,
+            launch_dependents=launch_dependents,
         )
-        self._is_first = False
-        return y
 
 
 def room_for(rows: int) -> int:
